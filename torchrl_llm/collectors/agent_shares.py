@@ -13,19 +13,19 @@ from torchrl_llm.data.rollouts import row_list, sampled_tokens
 from torchrl_llm.data.saved_state import SavedState
 from torchrl_llm.errors import ConfigError, DataError
 
-# Number of batches without a turn of a player before an error is raised.
+# After this many batches without a turn of a player, an error is raised.
 _MOST_BATCHES = 16
 
 
 class AgentShares(SavedState):
-    """Distributes the batches of a collector: each learner gets the rows of its players.
+    """Distributes the rows of a collector: each learner gets the rows of its players.
 
-    A batch is collected when a learner asks and no rows wait for it. Rows of other learners wait
-    for them until the weights change. Rows of earlier weights, and of players without a learner,
-    are dropped.
+    If a learner asks for rows and none wait for it, a batch is collected. The rows of the other
+    learners in this batch wait until the weights change. Rows of earlier weights, and of players
+    without a learner, are dropped.
 
     Args:
-        collector: iterated for batches of rows with ``"agent"``.
+        collector: collector of batches of rows with ``"agent"``.
         players: names of the players of each learner.
 
     Attributes:
@@ -57,10 +57,10 @@ class AgentShares(SavedState):
         """Assign different players to the learners, from the next batch on.
 
         Args:
-            players: as of the constructor.
+            players: see the constructor.
 
         Raises:
-            ConfigError: as there.
+            ConfigError: see the constructor.
         """
         self._learner_of: dict[str, str] = {}
         for learner, names in players.items():
@@ -71,14 +71,14 @@ class AgentShares(SavedState):
                     raise ConfigError(f"the player {name!r} belongs to two learners")
 
     def __getitem__(self, learner: str) -> Share:
-        """The iterator for a learner, which replaces the collector."""
+        """Return the iterator for a learner, which the learner uses as its collector."""
         return Share(self, learner)
 
     def next_of(self, learner: str) -> LazyStackedTensorDict:
-        """The rows of a learner in the oldest batch that it has not received yet.
+        """Return a learner's rows in the oldest batch that it has not received yet.
 
         Args:
-            learner: its name.
+            learner: name of the learner.
 
         Raises:
             StopIteration: the collector has ended.
@@ -123,7 +123,7 @@ class AgentShares(SavedState):
             self._waiting[learner].append(rows)
 
     def take_untrained(self) -> int:
-        """Sampled tokens of dropped rows since the last call."""
+        """Return the number of sampled tokens of dropped rows since the last call."""
         number, self.untrained_tokens = self.untrained_tokens, 0
         return number
 
@@ -132,8 +132,8 @@ class Share:
     """The batches of one learner; see :class:`AgentShares`.
 
     Args:
-        shares: of all learners.
-        learner: name of this one.
+        shares: the shares of all learners.
+        learner: name of this learner.
     """
 
     def __init__(self, shares: AgentShares, learner: str) -> None:
@@ -141,7 +141,7 @@ class Share:
 
     @property
     def policy_version(self) -> Any:
-        """The collector's."""
+        """The policy version of the collector."""
         return getattr(self._shares.collector, "policy_version", None)
 
     def __iter__(self) -> Iterator[LazyStackedTensorDict]:

@@ -1,8 +1,9 @@
 """Assembles turns into trajectories, per row of the environment.
 
 :class:`Assembly` holds the turns of each row until a trajectory is done. It supports players who
-share an episode (reward and end of a step without their own turn are added to their last row) and
-child episodes (their rows follow the calling row).
+share an episode: if a step without a turn of a player has a reward or an end for this player, both
+are added to the player's last row. It also supports child episodes: their rows follow the calling
+row.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ class Assembly(SavedState):
 
     Args:
         num_places: rows of the environment.
-        last_only: keep the last row of each trajectory only.
+        last_only: keep only the last row of each trajectory.
 
     Attributes:
-        absent: for each player who never acted in an episode: the number of such episodes and the
-            sum of the rewards.
+        absent: for each player, the number of episodes in which the player never acted, and the sum
+            of the player's rewards in them.
     """
 
     saved = ("absent", "_early")
@@ -74,13 +75,13 @@ class Assembly(SavedState):
     def add(
         self, place: int, row: TensorDict, tokens: int, children: Sequence[ChildRows] = ()
     ) -> None:
-        """Add a turn; a turn that is done finishes its trajectory.
+        """Add a turn; a turn with the done flag finishes its trajectory.
 
         Args:
             place: index of its row in the environment.
             row: the turn.
             tokens: number of sampled tokens.
-            children: child episodes that it started.
+            children: child episodes that the turn started.
         """
         if early := self._take_early(place):
             reward = row.get(("next", "reward"))
@@ -93,7 +94,7 @@ class Assembly(SavedState):
             if child.trained_by == "own":
                 self.finished.append((len(rows), rows))
                 continue
-            # After the calling row, unless that row ends the trajectory.
+            # The children follow the calling row, unless that row ends the trajectory.
             at = len(held) - ends_trajectory(row)
             held[at:at] = rows
             self.open_tokens[place] += child.num_tokens
@@ -101,10 +102,10 @@ class Assembly(SavedState):
             self._finish(place)
 
     def bring(self, place: int, late: TensorDict) -> None:
-        """Add the reward and the end of a step without an own turn to the player's last row.
+        """Add the reward and end of a step in which a player did not act to the player's last row.
 
         Args:
-            place: of the row.
+            place: index of the row in the environment.
             late: the row of that step.
         """
         held = self.open[place]
@@ -132,7 +133,7 @@ class Assembly(SavedState):
 
     @property
     def tokens(self) -> int:
-        """Sampled tokens of the rows held here that will be returned."""
+        """Number of sampled tokens of the stored rows that will be returned."""
         finished = (row for _, trajectory in self.finished for row in trajectory)
         return sum(self.open_tokens) + sum(map(sampled_tokens, finished))
 
@@ -143,7 +144,7 @@ class Assembly(SavedState):
         self.open_tokens = [0] * len(self.open)
 
     def take(self, turns: int) -> tuple[int, list[TensorDict]]:
-        """Finished trajectories with at least ``turns`` turns in total, or all."""
+        """Take finished trajectories with at least ``turns`` turns together, or all."""
         taken, rows = 0, []
         while self.finished and taken < turns:
             number, trajectory = self.finished.popleft()
@@ -153,7 +154,7 @@ class Assembly(SavedState):
 
     @property
     def finished_turns(self) -> int:
-        """Turns of finished trajectories that have not been taken."""
+        """Number of turns of finished trajectories that have not been taken."""
         return sum(number for number, _ in self.finished)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -163,7 +164,7 @@ class Assembly(SavedState):
 
 
 def _brings(next_td: TensorDictBase, size: int) -> list[bool]:
-    """Rows of a step with a reward, an end or an error for a player who did not act."""
+    """Return a step's rows with a reward, an end or an error for a player who did not act."""
     found = torch.zeros(size, dtype=torch.bool)
     for name, nothing in (("reward", 0), ("done", 0), ("reward_valid", 1)):
         if (values := next_td.get(name, None)) is not None:
@@ -171,7 +172,7 @@ def _brings(next_td: TensorDictBase, size: int) -> list[bool]:
     return found.tolist()
 
 
-# How a late step changes a row: sums, flags combined by or, flags combined by and.
+# The ways in which a late step changes a row: sums, flags combined by or, flags combined by and.
 _LATE_SUMS, _LATE_FLAGS = ("reward",), ("done", "terminated", "truncated", "success")
 
 
@@ -201,5 +202,5 @@ def with_late(row: TensorDict, late: TensorDict) -> TensorDict:
             changed[name] = new if bool(then["done"].any()) else old
         elif not bool(then["reward_valid"].all()):
             changed[name] = new
-    # Copy only the two nodes: a copy of the whole row takes milliseconds.
+    # Copy only the two nodes, because a copy of the whole row takes milliseconds.
     return new_node({**row._tensordict, "next": new_node({**now, **changed})})

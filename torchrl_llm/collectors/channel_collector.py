@@ -1,8 +1,8 @@
 """Learner's end of a channel, with the interface of a collector.
 
-Remote workers (threads, actors of Ray, processes that only share a Redis) collect rows and put
-them into a :class:`~torchrl_llm.collectors.transport.RowChannel`. :class:`ChannelCollector` is the
-collector for a training loop: it grants rows to the workers, receives and verifies their
+Remote workers (threads, actors of Ray, processes that share only a Redis) collect rows and put them
+into a :class:`~torchrl_llm.collectors.transport.RowChannel`. :class:`ChannelCollector` is the
+collector for a training loop. It grants rows to the workers, receives and verifies their
 deliveries, drops dead workers, and announces new weights.
 """
 
@@ -35,15 +35,15 @@ from torchrl_llm.errors import ConfigError, WeightUpdateError, WorkerError
 from torchrl_llm.weights import CanaryCheck, WeightLedger, WeightUpdater
 
 _POLL_S = 1.0
-# Seconds without claims and deliveries after which more rows are granted, because the rest is too
-# small to claim.
+# After this many seconds without claims and deliveries, more rows are granted, because the
+# remaining ones are too few for a claim.
 _STARVED_S = 5.0
-# A worker that has not asked for this long is not waiting for a claim.
+# A worker that has not asked for this many seconds is not waiting for a claim.
 _ASKED_S = 3.0
 
 
 class _Held(NamedTuple):
-    """An accepted delivery: its rows, the claims they use, their oldest version."""
+    """An accepted delivery: its rows, the claims that they use, and their oldest version."""
 
     rows: list[TensorDict]
     claims: int
@@ -64,40 +64,42 @@ def _oldest(row: TensorDict) -> int:
 class ChannelCollector(VersionedCollector):
     """Iterates over batches of rows that remote workers collect.
 
-    A batch is a lazy stack of rows ``[N]``, ``N >= batch_rows``. It consists of whole deliveries,
-    those of the oldest weights first, then in order of arrival; surplus deliveries wait for the
-    next batch. Between two batches the caller trains and calls ``update_policy_weights_``. The
-    iterator never ends; without rows it raises after ``timeout_s``.
+    A batch is a lazy stack of rows ``[N]``, ``N >= batch_rows``. It consists of whole deliveries.
+    Deliveries of the oldest weights come first, then the order is that of arrival. Surplus
+    deliveries wait for the next batch. Between two batches the caller trains and calls
+    ``update_policy_weights_``. The iterator never ends. If no rows arrive, it raises an error after
+    ``timeout_s``.
 
     Args:
         channel: channel from the workers.
-        batch_rows: least number of trajectories per batch; one row each for single-turn
-            trajectories.
+        batch_rows: least number of trajectories per batch; a single-turn trajectory is one row.
         pacer: decides how many rows are granted, and which slow workers a batch waits for. Without
-            it the caller calls :meth:`grant`.
-        publish: ``publish(weights, version)`` writes weights to a place where the workers find
-            them, before the channel announces the version. It returns their digest, or ``None``. It
-            takes ``canary=`` if this collector has a canary.
-        weight_updater: alternative to ``publish``, called as ``push_weights(weights)``; at most one
-            of the two.
+            a pacer, the caller calls :meth:`grant`.
+        publish: function ``publish(weights, version)``, which writes weights to a place where the
+            workers find them, before the channel announces the version. It returns their digest, or
+            ``None``. If this collector has a canary, ``publish`` must accept ``canary=``.
+        weight_updater: alternative to ``publish``, called as ``push_weights(weights)``. Pass at
+            most one of the two.
         timeout_s: most seconds to wait for an accepted delivery.
-        worker_timeout_s: a worker that holds claims and sends no heartbeat for this many seconds is
-            dropped: its claims go to other workers, its tokens are lost.
-        check: called with each delivery; a :class:`~torchrl_llm.errors.WeightUpdateError` rejects
-            it.
+        worker_timeout_s: a worker with claims that sends no heartbeat for this many seconds is
+            dropped: its claims go to other workers, and its tokens are lost.
+        check: function that is called with each delivery. It rejects the delivery by raising
+            :class:`~torchrl_llm.errors.WeightUpdateError`.
         version: version of the workers' first weights.
-        checks: called about once a second while a batch is incomplete; they may raise.
+        checks: functions that are called about once a second while a batch is incomplete, and may
+            raise errors.
 
     Attributes:
         accounts: counts of received and lost tokens.
         ledger: digests of the published weights.
         primer: draws the prompts of all workers if they share one order; ``None`` if each worker
-            draws its own.
-        canary: attribute to set: sends expected log-probs with each version, so that every worker
-            checks its engine before it delivers rows. With ``None`` only the bytes are verified.
+            draws its own prompts.
+        canary: set this attribute to send expected log-probs with each version, so that every
+            worker checks its engine before it delivers rows. With ``None``, only the bytes are
+            verified.
 
     Raises:
-        ConfigError: for arguments that contradict each other.
+        ConfigError: arguments contradict each other.
 
     Example:
         >>> import torch
@@ -160,32 +162,34 @@ class ChannelCollector(VersionedCollector):
     # -- batches ----------------------------------------------------------------------------------
 
     def iterator(self) -> Iterator[LazyStackedTensorDict]:
-        """Batches, one after the other."""
+        """Yield batches, one after the other."""
         while True:
             yield self.collect()
 
     def collect(self) -> LazyStackedTensorDict:
-        """The next batch: whole deliveries with at least ``batch_rows`` trajectories.
+        """Return the next batch: whole deliveries with at least ``batch_rows`` trajectories.
 
-        With a pacer, also the deliveries of workers whose rows would be too old for the following
-        batch.
+        With a pacer, the batch also contains the deliveries of workers whose rows would be too old
+        for the following batch.
 
         Raises:
-            WorkerError: no delivery was accepted within the limit, or the channel does not answer.
+            WorkerError: no delivery was accepted within the time limit, or the channel does not
+                answer.
         """
         if self.pacer is not None and self._unused >= self.pacer.batch_rows:
-            # A step may need more rows because some were filtered; new ones are started at once.
+            # A step may need more rows because some were filtered; new rows are started
+            # immediately.
             self._discard(self._unused)
             self._unused = 0
         while sum(h.trajectories for h in self._held) < self.batch_rows or self.stragglers():
             self._held.append(self._take(self.timeout_s))
-        # A slow worker's rows may already be in the channel, after those of others.
+        # A slow worker's rows may already be in the channel, behind the rows of other workers.
         for _ in range(len(self.channel) if self.pacer is not None and self.pacer.waits else 0):
             try:
                 self._held.append(self._take(0.0))
             except WorkerError:
                 break  # the waiting rows were rejected
-        # Rows that overtook a slow worker are newer and can wait.
+        # Rows that overtook those of a slow worker are newer, and can wait.
         self._held.sort(key=lambda held: held.version)
         rows: list[TensorDict] = []
         taken = 0
@@ -198,16 +202,16 @@ class ChannelCollector(VersionedCollector):
         return lazy_rows(rows)
 
     def receive(self, *, timeout_s: float | None = None) -> list[TensorDict]:
-        """The rows of the next accepted delivery, without those that wait for a batch.
+        """Return the rows of the next accepted delivery; ignores rows that wait for a batch.
 
         Args:
             timeout_s: most seconds to wait; ``None`` for the collector's own limit.
 
         Returns:
-            Rows without batch dimension, one per turn; possibly none.
+            Rows without batch dimension, one per turn. The list may be empty.
 
         Raises:
-            WorkerError: none arrived in time, or the channel does not answer.
+            WorkerError: no delivery arrived in time, or the channel does not answer.
         """
         held = self._take(self.timeout_s if timeout_s is None else timeout_s)
         self._unused += held.claims
@@ -248,13 +252,13 @@ class ChannelCollector(VersionedCollector):
             self._discard(delivery.claimed)
             return None
         self._frames += len(rows)
-        # Claims without a row count as used at once; the others with the update.
+        # Claims without a row count as used immediately; claims with rows, after the update.
         claims = min(sum(map(ends_trajectory, rows)), delivery.claimed)
         self._discard(delivery.claimed - claims)
         return _Held(rows, claims, min(map(_oldest, rows), default=self._version))
 
     def _verify(self, delivery: Delivery, rows: list[TensorDict]) -> None:
-        """Reject rows that were not sampled by the weights that they name."""
+        """Reject rows that were not sampled by the weights whose version they carry."""
         newest = max(delivery.digests, default=self._version)
         if newest > self._version:
             raise WeightUpdateError(
@@ -263,7 +267,7 @@ class ChannelCollector(VersionedCollector):
             )
         if delivery.digests:
             used = {v for row in rows for v in sampled_versions(row).unique().tolist()}
-            # Weights from before this learner, or from a sender without digests, have none.
+            # Weights from before this learner, or from a sender without digests, have no digest.
             self.ledger.check(delivery.digests, used, proven=False)
         if self._check is not None:
             self._check(delivery)
@@ -283,33 +287,33 @@ class ChannelCollector(VersionedCollector):
         """Allow the workers to collect more rows; for callers without a pacer.
 
         Args:
-            num_rows: rows; number of rows; a negative number withdraws unclaimed ones.
+            num_rows: number of rows; a negative number withdraws unclaimed rows.
 
         Raises:
-            ConfigError: there is a pacer, which grants rows.
+            ConfigError: the collector has a pacer, which grants rows itself.
         """
         if self.pacer is not None:
             raise ConfigError("this collector has a pacer, which grants rows by itself")
         self.channel.grant(num_rows)
 
     def workers(self) -> dict[str, WorkerCounts]:
-        """The channel's counts of the live workers."""
+        """Return the channel's counts of the live workers."""
         return self.channel.workers()
 
     def stragglers(self) -> list[str]:
-        """Workers that the next batch must wait for; none without a pacer."""
+        """Return the workers that the next batch must wait for; none without a pacer."""
         if self.pacer is None:
             return []
         return self.pacer.stragglers(self._version, self.channel.workers())
 
     def forget(self, worker: str) -> WorkerCounts:
-        """Drop a worker: its claims go to others, and its undelivered tokens are lost.
+        """Drop a worker: its claims go to other workers, and its undelivered tokens are lost.
 
         Args:
-            worker: its name.
+            worker: name of the worker.
 
         Returns:
-            Its last counts.
+            The last counts of the worker.
         """
         counts = self.channel.forget(worker)
         logger.warning(
@@ -342,10 +346,10 @@ class ChannelCollector(VersionedCollector):
             self.channel.grant(more)
 
     def _ask_in_vain(self) -> bool:
-        """Whether there are workers and none of them holds a claim.
+        """Return whether there are workers, but none of them has a claim.
 
-        A worker that waits for a claim asks every second. If none asks (they are starting), more
-        claims would only be too many later.
+        A worker that waits for a claim asks every second. If no worker asks (because they are
+        starting), additional claims would only be too many later.
         """
         workers = self.channel.workers().values()
         asking = any(time.time() - counts.seen_s < _ASKED_S for counts in workers)
@@ -364,10 +368,10 @@ class ChannelCollector(VersionedCollector):
     # -- tokens -----------------------------------------------------------------------------------
 
     def take_lost(self) -> int:
-        """Tokens lost or refused since the last call, for the ledger of a step.
+        """Return the tokens lost or rejected since the last call, for the ledger of a step.
 
-        Lost are tokens that a dropped worker had sampled but not delivered, and delivered tokens
-        that never arrived.
+        Lost tokens are tokens that a dropped worker had sampled but not delivered, and delivered
+        tokens that never arrived.
         """
         self.accounts.forget(self.channel.forgotten())
         return self.accounts.take_lost()
@@ -393,8 +397,8 @@ class ChannelCollector(VersionedCollector):
             version: their version number; the current version by default.
 
         Raises:
-            WeightUpdateError: they did not arrive, or this version number already belongs to
-                different weights, also from before a checkpoint.
+            WeightUpdateError: the weights did not arrive, or this version number already belongs to
+                different weights (possibly from before a checkpoint).
         """
         version = self._version if version is None else version
         digest = None
@@ -410,13 +414,13 @@ class ChannelCollector(VersionedCollector):
 
     @property
     def policy_version(self) -> int:
-        """Number of published updates."""
+        """Version of the weights: the number of published updates."""
         return self._version
 
     # -- state ------------------------------------------------------------------------------------
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Not supported: the environments are in the workers.
+        """Raise an error: the environments are in the workers.
 
         Args:
             seed: not used.
@@ -428,10 +432,10 @@ class ChannelCollector(VersionedCollector):
         raise ConfigError("a ChannelCollector has no environment; seed those of the workers")
 
     def state_dict(self) -> OrderedDict[str, Any]:
-        """Version, digests, counts, and received rows that are not in a batch yet.
+        """Return version, digests, counts, and received rows that are not in a batch yet.
 
-        Rows in the workers are not saved, because the workers continue: a learner restarted on the
-        same channel receives them.
+        Rows in the workers are not saved, because the workers continue to run. A learner that is
+        restarted on the same channel receives them.
         """
         return OrderedDict(
             version=self._version,
@@ -443,10 +447,10 @@ class ChannelCollector(VersionedCollector):
         )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue after :meth:`state_dict`; publish the weights of that version next.
+        """Restore the state of :meth:`state_dict`; publish the weights of its version next.
 
         Args:
-            state_dict: of a collector with the same configuration.
+            state_dict: state of a collector with the same configuration.
         """
         self._version = state_dict["version"]
         self.ledger.load_state_dict(state_dict["weights"])
@@ -455,7 +459,7 @@ class ChannelCollector(VersionedCollector):
             for rows, claims, version in state_dict["held"]
         ]
         if self.pacer is not None and self.pacer.waits:
-            # They are also in flight, so fewer may be started.
+            # These rows are also in flight, so fewer rows may be started.
             self.channel.grant(-sum(held.claims for held in self._held))
         self.accounts.load_state_dict(state_dict["accounts"])
         self._iter, self._frames = state_dict["iterations"], state_dict["rows"]
@@ -464,12 +468,12 @@ class ChannelCollector(VersionedCollector):
     def shutdown(
         self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
     ) -> None:
-        """Close the channel, which ends the workers; may be called twice.
+        """Close the channel, which ends the workers; can be called repeatedly.
 
         Args:
             timeout: ignored; this method does not wait.
-            close_env: ignored; there is no environment here.
-            raise_on_error: whether to raise an error of the channel.
+            close_env: ignored; there is no environment in this process.
+            raise_on_error: raise an error of the channel.
         """
         if self._closed:
             return

@@ -1,9 +1,9 @@
 """Worker loop that collects rows for a remote learner, independent of the transport.
 
 :class:`CollectorWorker` joins an :class:`~torchrl_llm.collectors.LLMCollector` to the workers' end
-of a :class:`~torchrl_llm.collectors.transport.RowChannel`. It does not depend on Ray or Redis: the
-actor of :class:`~torchrl_llm.collectors.RayLLMCollector` runs it, and a thread or a process can run
-it, too. :class:`WeightFollower` fetches its weights, for learners that cannot call it.
+of a :class:`~torchrl_llm.collectors.transport.RowChannel`. It does not depend on Ray or Redis. The
+actor of :class:`~torchrl_llm.collectors.RayLLMCollector` runs it; a thread or a process can also
+run it. If the learner cannot call the worker, :class:`WeightFollower` fetches its weights.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torchrl_llm.weights.fingerprint import weights_digest
 from torchrl_llm.weights.weight_source import WeightReceipt, WeightSource
 
 _WAIT_S = 1.0
-"""Longest single wait in seconds, so that a stop is noticed and heartbeats continue."""
+"""Longest single wait in seconds; short, so that a stop is noticed and heartbeats continue."""
 
 _POLL_S = 0.1
 """Seconds between two checks for new weights."""
@@ -40,23 +40,23 @@ _POLL_S = 0.1
 class CollectorWorker:
     """Claims rows, collects them, reports sampled tokens, and puts rows into a channel.
 
-    Every policy call is reported, so that the learner knows that this worker is alive and how many
-    tokens are lost if it dies. Tokens dropped here (conversations ended by ``in_flight="abort"``)
-    appear as a gap between deliveries and also count as lost.
+    The worker reports every policy call, so that the learner knows that the worker is alive and how
+    many tokens are lost if it dies. Tokens that the worker drops (of conversations ended by
+    ``in_flight="abort"``) appear as a gap between deliveries, and also count as lost.
 
     Args:
-        collector: the collector, without its own buffer or queue.
+        collector: the collector, which must not have a buffer or queue.
         channel: the workers' end of the channel.
-        name: of this worker, unique over restarts.
+        name: name of this worker; must be different after a restart.
         claim_rows: rows to claim before each batch; by default the turns of a batch.
-        give_up_s: how long to retry a delivery to a full channel.
+        give_up_s: most seconds to retry a delivery to a full channel.
 
     Attributes:
-        digests: version to digest of the weights that this worker received.
+        digests: digest of the weights that this worker received, by version.
         before_batch: called after a claim, before the batch is collected.
 
     Raises:
-        ConfigError: for a collector that writes its batches itself, or ``claim_rows`` below 1.
+        ConfigError: the collector writes its batches itself, or ``claim_rows`` is below 1.
 
     Example:
         >>> import torch
@@ -123,7 +123,7 @@ class CollectorWorker:
     # -- the loop ---------------------------------------------------------------------------------
 
     def run(self) -> str:
-        """Collect until :meth:`stop`, the end of the collector's budget, or that of the channel.
+        """Collect until :meth:`stop`, the end of the collector's budget, or a closed channel.
 
         Returns:
             The reason of the end.
@@ -132,7 +132,7 @@ class CollectorWorker:
             WorkerError: the channel does not answer, was full for too long, or dropped this worker
                 as dead.
             WeightUpdateError: the policy does not compute with the weights that it received; rows
-                sampled with them are not delivered.
+                sampled with these weights are not delivered.
             Exception: an exception of the policy or environment.
         """
         try:
@@ -149,7 +149,8 @@ class CollectorWorker:
         return "it was stopped"
 
     def _check_proven(self) -> None:
-        # Wait for a running check: these rows may be sampled by the weights being checked.
+        # Wait for a running check, because these rows may be sampled by the weights that are being
+        # checked.
         with self._proving:
             if self._unproven is not None:
                 raise self._unproven
@@ -183,7 +184,7 @@ class CollectorWorker:
         logger.warning(f"{self.name}: stopped with {len(rows.tensordicts)} rows not handed over")
 
     def _digests_of(self, rows: Any) -> dict[int, str]:
-        """Digests of the versions that sampled these rows; none if one is unknown."""
+        """Return the digests of the versions that sampled these rows; none if one is unknown."""
         versions: set[int] = set()
         for row in rows.tensordicts:
             traced = leaf(row, ("trace", "policy_version"))
@@ -211,9 +212,9 @@ class CollectorWorker:
         See :meth:`~torchrl_llm.collectors.LLMCollector.load_weights`.
 
         Raises:
-            WeightUpdateError: they did not arrive, and the old ones stay; or the policy does not
-                compute with them, and :meth:`run` ends unless new weights arrive before the next
-                batch.
+            WeightUpdateError: the weights did not arrive, and the old weights stay. Or the policy
+                does not compute with the new weights; then :meth:`run` ends, unless newer weights
+                arrive before the next batch.
         """
         with self._proving:
             receipts = self._load(source, version, in_flight)
@@ -236,7 +237,8 @@ class CollectorWorker:
         self, source: WeightSource, version: int, in_flight: Literal["wait", "keep", "abort"]
     ) -> list[WeightReceipt]:
         with self._changing:
-            # Registered before they are used: a row that they sampled may be delivered at once.
+            # The digest is registered before the weights are used, because a row may be delivered
+            # immediately.
             if source.kind == "full" and source.digest is not None:
                 self.digests[version] = source.digest
         try:
@@ -254,18 +256,18 @@ class CollectorWorker:
 class WeightFollower:
     """Loads the newest published weights into a worker.
 
-    The worker checks before each batch, so that rows start with the newest weights. If
-    ``in_flight`` is not ``wait``, a thread checks, too (:meth:`start`).
+    The worker checks for new weights before each batch, so that rows start with the newest weights.
+    If ``in_flight`` is not ``wait``, a thread also checks (:meth:`start`).
 
     Args:
         worker: receives the weights.
-        newest: function that returns version and source of the newest weights; ``None`` before the
-            first.
+        newest: function that returns version and source of the newest weights, or ``None`` before
+            the first weights.
         in_flight: what happens to unfinished conversations when new weights arrive, see
             :meth:`~torchrl_llm.collectors.LLMCollector.load_weights`.
 
     Attributes:
-        version: version of the worker's weights; ``None`` before the first.
+        version: version of the worker's weights; ``None`` before the first weights.
 
     Raises:
         ConfigError: the worker already has a ``before_batch`` function.
@@ -288,10 +290,10 @@ class WeightFollower:
         worker.before_batch = self.refresh
 
     def refresh(self) -> bool:
-        """Load the newest weights if the worker does not have them.
+        """Load the newest weights if the worker does not have them yet.
 
-        If weights did not arrive completely, this is logged and retried next time; the worker
-        continues with its current weights, whose version its rows carry.
+        If the weights do not arrive completely, the error is logged, and the next call retries. The
+        worker continues with its current weights, and its rows carry their version.
 
         Returns:
             Whether new weights were loaded.
@@ -305,9 +307,9 @@ class WeightFollower:
                 if found is None or (found[0], found[1].digest) == self._has:
                     return False
                 version, source = found
-                # A learner resumed from a checkpoint reuses some version numbers; conversations
-                # that began under the first weights of a number must not continue under the second
-                # ones.
+                # A learner resumed from a checkpoint reuses some version numbers. A conversation
+                # that began with the earlier weights of a number must not continue with the later
+                # weights of the same number.
                 source.recounted = self.version is not None and version <= self.version
                 rule = "abort" if source.recounted else self._in_flight
                 self._worker.load_weights(source, version, rule)
@@ -321,7 +323,7 @@ class WeightFollower:
         """Wait for the first weights.
 
         Args:
-            timeout_s: most seconds.
+            timeout_s: most seconds to wait.
 
         Raises:
             WorkerError: no learner published weights in time.
@@ -333,7 +335,7 @@ class WeightFollower:
             time.sleep(_POLL_S)
 
     def start(self) -> None:
-        """Also check in a thread, until :meth:`shutdown`."""
+        """Also check for new weights in a thread, until :meth:`shutdown`."""
         if self._in_flight != "wait" and not self._loop.is_running:
             self._loop.start()
 

@@ -1,7 +1,7 @@
 """Collector: rolls out a policy in an environment, into batches or a buffer.
 
-:mod:`torchrl_llm.collectors.rollout` implements the rollout. This module has the options, the
-budget, asynchronous collection, versions and weights of the policy, and exact resume.
+:mod:`torchrl_llm.collectors.rollout` implements the rollout. This module implements the options,
+the budget, asynchronous collection, versions and weights of the policy, and exact resume.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def put_batch(queue: Any, batch: TensorDictBase, stopping: threading.Event | Non
 
     Args:
         queue: has ``put(item, timeout=...)``. A queue of the standard library's :mod:`queue` gets
-            the batch, any other queue its wire form, because sending single tensors would take
-            hundreds of file descriptors.
+            the batch itself. Any other queue gets the packed rows, because sending single tensors
+            would need hundreds of file descriptors.
         batch: the batch.
-        stopping: event that drops the batch, so that a full queue cannot keep a thread from ending.
+        stopping: event that drops the batch, so that a thread can end even if the queue is full.
     """
     in_process = isinstance(queue, (queues.Queue, queues.SimpleQueue))
     item = batch if in_process else pack_rows(split_rollout(batch))
@@ -63,44 +63,46 @@ def put_batch(queue: Any, batch: TensorDictBase, stopping: threading.Event | Non
 class LLMCollector(VersionedCollector):
     """Rolls out a policy in an environment of conversations.
 
-    Iterate over it to get batches. With a ``replay_buffer`` (or ``queue``), iterate to fill it step
-    by step, or call ``start`` to fill it asynchronously.
+    Iterate over the collector to get batches. With a ``replay_buffer`` (or ``queue``), iterate to
+    fill the buffer step by step, or call ``start`` to fill it asynchronously.
 
-    A batch has shape ``[*B, T]``, or with ``flatten_data`` the shape ``[N]`` of rows
+    A batch has shape ``[*B, T]``. With ``flatten_data`` it consists of rows ``[N]``
     (:func:`~torchrl_llm.data.rollouts.split_rollout`). Completed trajectories are always rows,
-    trajectory by trajectory, in the order of their ends.
+    trajectory by trajectory, in the order in which the trajectories end.
 
     Args:
         env: an environment, or a callable that builds one.
-        policy: a module from tensordict to tensordict; its output may be ragged.
-        policy_factory: function that builds the policy; pass exactly one of the two.
-        dialog_turns_per_batch: least number of turns per batch; 1 by default for completed
-            trajectories.
-        yield_only_last_steps: return only the last row of each trajectory, which holds the whole
-            conversation. Implies completed trajectories.
+        policy: a module from tensordict to tensordict, with ragged or dense output.
+        policy_factory: function that builds the policy. Pass either ``policy`` or
+            ``policy_factory``.
+        dialog_turns_per_batch: least number of turns per batch; 1 by default if
+            ``yield_completed_trajectories`` is set.
+        yield_only_last_steps: return only the last row of each trajectory, which contains the whole
+            conversation. Implies ``yield_completed_trajectories``.
         yield_completed_trajectories: return only finished trajectories. The environment must end
-            its episodes, otherwise nothing is ever yielded.
+            its episodes; otherwise nothing is ever yielded.
         postproc: function applied to each batch before it is yielded or written.
-        total_dialog_turns: turns after which the collector ends, including turns dropped by
-            ``yield_only_last_steps``; -1 for no end.
+        total_dialog_turns: number of turns after which the collector ends, including turns dropped
+            by ``yield_only_last_steps``; -1 for no end.
         async_envs: whether the environment is an ``AsyncEnvPool`` of environments of one row each,
-            which step independently; completed trajectories only. Detected by default.
-        replay_buffer: batches are written into it with ``extend``.
+            which step independently; detected by default. Only for completed trajectories.
+        replay_buffer: buffer into which batches are written, with ``extend``.
         reset_at_each_iter: start each batch with new conversations. A batch of completed
-            trajectories then has one trajectory per row of the environment; finished ones wait for
-            the others, and ``dialog_turns_per_batch`` must not be given.
-        flatten_data: rows instead of ``[*B, T]``; the default with a buffer or queue.
-        weight_updater: sends weights to the policy, or a callable that makes such an updater.
-            :class:`~torchrl_llm.weights.InProcessWeights` by default: shared weights stay shared,
-            others are copied in place.
-        queue: batches are sent with ``put``: tensordicts for a queue of this process, otherwise
-            :class:`~torchrl_llm.data.wire.PackedRows`, which the receiver unpacks.
+            trajectories then has one trajectory per row of the environment. Finished trajectories
+            wait for the others, and ``dialog_turns_per_batch`` must not be given.
+        flatten_data: return rows instead of ``[*B, T]``; the default with a buffer or queue.
+        weight_updater: updater that sends weights to the policy, or a callable that makes it. By
+            default :class:`~torchrl_llm.weights.InProcessWeights`: shared weights stay shared,
+            other weights are copied in place.
+        queue: queue into which batches are written, with ``put``. A queue of this process gets
+            tensordicts. Any other queue gets :class:`~torchrl_llm.data.wire.PackedRows`, which the
+            receiver unpacks.
         track_policy_version: write ``"policy_version"`` into every row, with a new
-            :class:`~torchrl_llm.envs.transforms.PolicyVersion` or the given one.
+            :class:`~torchrl_llm.envs.transforms.PolicyVersion` (``True``) or the given one.
         verbose: log progress.
 
     Raises:
-        ConfigError: for arguments that contradict each other.
+        ConfigError: arguments contradict each other.
 
     Example:
         >>> import torch
@@ -235,22 +237,22 @@ class LLMCollector(VersionedCollector):
 
     @property
     def dialog_turns(self) -> int:
-        """Turns collected so far."""
+        """Number of turns collected so far."""
         return self._rollout.turns
 
     @property
     def _frames(self) -> int:
-        # TorchRL's ``stats`` reads this name.
+        # TorchRL's ``stats`` reads this attribute.
         return self._rollout.turns
 
     @property
     def exhausted(self) -> bool:
-        """Whether its budget of turns is used up."""
+        """Whether the collector's budget of turns is used up."""
         return 0 <= self.total_frames <= self._rollout.turns
 
     @property
     def after_call(self) -> Callable[[], None] | None:
-        """Called after each policy call, in the thread that collects."""
+        """Function that is called after each policy call, in the collecting thread."""
         return self._rollout.after_call
 
     @after_call.setter
@@ -272,7 +274,7 @@ class LLMCollector(VersionedCollector):
         return batch
 
     def iterator(self) -> Iterator[TensorDictBase | None]:
-        """Batches until the budget is used up; ``None`` if written to buffer or queue."""
+        """Yield batches until the budget is used up; ``None`` for a batch in buffer or queue."""
         if self._background is not None:
             raise ConfigError("this collector was started and fills its buffer by itself")
         while not self.exhausted:
@@ -297,7 +299,7 @@ class LLMCollector(VersionedCollector):
             postproc: function from batch to batch.
 
         Raises:
-            ConfigError: there is already one.
+            ConfigError: a post-processing is already set.
         """
         if self.postproc is not None:
             raise ConfigError("this collector has a postproc already")
@@ -308,12 +310,12 @@ class LLMCollector(VersionedCollector):
     def start(self) -> None:
         """Collect into the buffer or queue in a separate thread, until :meth:`shutdown`.
 
-        An error of policy or environment ends the thread; it is logged at once, and raised by the
-        next call of :meth:`wait_for_rows`, ``update_policy_weights_``, :meth:`state_dict` or
+        An error of policy or environment ends the thread. It is logged immediately, and raised by
+        the next call of :meth:`wait_for_rows`, ``update_policy_weights_``, :meth:`state_dict` or
         :meth:`shutdown`.
 
         Raises:
-            ConfigError: there is neither buffer nor queue, or it was already started.
+            ConfigError: there is neither buffer nor queue, or the collector was already started.
         """
         if self.replay_buffer is None and self.queue is None:
             raise ConfigError("start() needs a replay_buffer or a queue to collect into")
@@ -329,10 +331,12 @@ class LLMCollector(VersionedCollector):
         with self._batches.work(self._background.stopping) as enters:
             if enters:
                 batch = self.rollout()
-                # Written before a save is possible, so that no batch is missing on both sides.
+                # The batch is written before a save is possible, so that it is not missing on both
+                # sides.
                 if self.replay_buffer is not None:
                     self._deliver(batch)
-        # Wait for a full queue outside the lock, because its consumer may be the one that pauses.
+        # Wait for a full queue outside the lock, because the consumer of the queue may be the
+        # thread that pauses.
         if enters and self.replay_buffer is None:
             self._deliver(batch)
         return True
@@ -350,9 +354,9 @@ class LLMCollector(VersionedCollector):
             timeout_s: seconds to wait; ``None`` for no limit.
 
         Raises:
-            TimeoutError: they did not arrive in time.
-            ConfigError: the collector is not running, so they will never arrive.
-            Exception: the exception that ended the collector's thread.
+            TimeoutError: the rows did not arrive in time.
+            ConfigError: the collector is not running, so the rows will never arrive.
+            Exception: the exception that ended the collecting thread.
         """
         if self.replay_buffer is None:
             raise ConfigError("wait_for_rows needs a replay_buffer")
@@ -379,9 +383,9 @@ class LLMCollector(VersionedCollector):
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Context without collection; the current batch is written first.
+        """Pause collection within the context; the current batch is written first.
 
-        Save collector and buffer inside it, so that they are consistent.
+        Save collector and buffer inside the context, so that they are consistent.
         """
         with self._batches.pause():
             yield
@@ -398,7 +402,7 @@ class LLMCollector(VersionedCollector):
     def shutdown(
         self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
     ) -> None:
-        """Stop the thread, close the environment, and raise an error of the thread.
+        """Stop the thread, close the environment, and raise the thread's error, if any.
 
         Args:
             timeout: seconds to wait for the current batch; ``None`` for no limit.
@@ -406,7 +410,7 @@ class LLMCollector(VersionedCollector):
             raise_on_error: raise an error of the thread that has not been raised yet.
 
         Raises:
-            TimeoutError: the thread still runs; the environment stays open.
+            TimeoutError: the thread is still running; the environment stays open.
         """
         if self._background is not None:
             self._background.stop(timeout)
@@ -434,7 +438,7 @@ class LLMCollector(VersionedCollector):
             weights: see ``update_policy_weights_``.
 
         Raises:
-            WeightUpdateError: they did not arrive.
+            WeightUpdateError: the weights did not arrive.
         """
         self._raise_failure()
         with self._calls.pause():
@@ -454,17 +458,16 @@ class LLMCollector(VersionedCollector):
         version: int,
         in_flight: Literal["wait", "keep", "abort"] = "wait",
     ) -> list[WeightReceipt]:
-        """Load weights with a given version number; used for remote collectors.
+        """Load weights with a given version number; remote collectors use it.
 
         Args:
             source: source of the weights.
             version: their version number, which later tokens carry.
             in_flight: what happens to unfinished conversations. ``"wait"``: the current policy call
-                ends first, and the next turns are sampled by the new weights. ``"keep"``: already
-                the next tokens of the current call are sampled by the new weights. ``"abort"``: the
-                current call is stopped if the backend supports it (vLLM and pools of it), and the
-                conversations are dropped (even if the weights then do not arrive) and new ones
-                start.
+                ends first, and the new weights sample the next turns. ``"keep"``: the new weights
+                sample the next tokens of the current call. ``"abort"``: the current call is stopped
+                if the backend supports it (vLLM and pools of vLLM engines). The conversations are
+                dropped, even if the weights then do not arrive, and new ones start.
 
         Returns:
             A receipt per copy of the weights.
@@ -472,13 +475,14 @@ class LLMCollector(VersionedCollector):
         Raises:
             ConfigError: the policy has no weights in this process, or does not support
                 ``in_flight``.
-            WeightUpdateError: they did not arrive; the old ones and their version stay.
+            WeightUpdateError: the weights did not arrive; the old weights and their version stay.
         """
         if in_flight == "abort":
             self._rollout.check_drop()
         if in_flight == "keep" and self._policy.counts_versions:
             return self._policy.load(source, version)
-        # An engine without a version starts to count here, so the current call must end first.
+        # An engine without a version starts to count at this update, so the current call must end
+        # first.
         if in_flight == "keep" and not self._policy.begins_to_count:
             raise ConfigError(
                 "in_flight='keep' changes weights within a policy call, which needs a backend "
@@ -492,28 +496,28 @@ class LLMCollector(VersionedCollector):
         self._policy.abort()
 
     def set_policy_version(self, version: int) -> None:
-        """Set the version of weights that were changed elsewhere.
+        """Set the version of weights that were changed outside of this collector.
 
         Args:
-            version: its number.
+            version: the version number.
         """
         self._policy.set_version(version)
 
     @property
     def sampled_tokens(self) -> int:
-        """All tokens that the policy has sampled in this process."""
+        """Number of tokens that the policy has sampled in this process."""
         return self._rollout.sampled
 
     @property
     def tokens_in_flight(self) -> int:
-        """Sampled tokens of conversations that are not in a batch yet."""
+        """Number of sampled tokens of conversations that are not in a batch yet."""
         return self._rollout.tokens_in_flight
 
     def take_absent(self) -> dict[str, tuple[int, float]]:
-        """Players without a turn (and so without a row) in an episode, since the last call.
+        """Return the players without a turn (and row) in an episode, since the last call.
 
         Returns:
-            Name of the player to the number of such episodes and the sum of the rewards.
+            For each such player, the number of such episodes and the sum of the rewards.
         """
         assembly = getattr(self._rollout, "assembly", None)
         if assembly is None:
@@ -527,7 +531,7 @@ class LLMCollector(VersionedCollector):
 
     @property
     def policy_version(self) -> int | str | None:
-        """Version of the tracker, otherwise of the policy; ``None`` if neither has one."""
+        """Version of the tracker, or else of the policy; ``None`` if neither has a version."""
         return self._policy.version
 
     @property
@@ -540,15 +544,15 @@ class LLMCollector(VersionedCollector):
         """The module that holds the policy's weights.
 
         Raises:
-            ConfigError: it is not in this process.
+            ConfigError: the module is not in this process.
         """
         return self._policy.module
 
     def get_policy_model(self) -> nn.Module:
-        """The model inside the policy.
+        """Return the model inside the policy.
 
         Raises:
-            ConfigError: it is not in this process.
+            ConfigError: the module is not in this process.
         """
         return self._policy.model
 
@@ -559,13 +563,13 @@ class LLMCollector(VersionedCollector):
         return self.env.set_seed(seed, static_seed=static_seed)
 
     def state_dict(self) -> OrderedDict[str, Any]:
-        """State of the next batch: unfinished trajectories, environment, counts, version.
+        """Return the state: unfinished trajectories, environment, counts, version.
 
-        Without the policy's weights and the random generators, which belong to the process. Waits
-        for the current batch.
+        The state does not contain the policy's weights and the random generators, which belong to
+        the process. The call waits for the current batch.
 
         Raises:
-            CheckpointError: for an ``AsyncEnvPool``.
+            CheckpointError: the environment is an ``AsyncEnvPool``.
         """
         self._raise_failure()
         with self._batches.pause():
@@ -576,10 +580,10 @@ class LLMCollector(VersionedCollector):
             )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the state of :meth:`state_dict`, bit for bit.
+        """Restore the state of :meth:`state_dict` exactly.
 
         Args:
-            state_dict: of a collector with the same configuration.
+            state_dict: state of a collector with the same configuration.
         """
         with self._batches.pause():
             self._rollout.load_state_dict(state_dict["rollout"])

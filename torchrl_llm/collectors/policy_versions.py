@@ -19,25 +19,25 @@ Weights = nn.Module | TensorDictBase | Mapping[str, Any]
 
 
 class VersionedCollector(BaseCollector):
-    """Base of the collectors: TorchRL's names for versions, weights and the size of a batch."""
+    """Base class of the collectors: TorchRL's names for versions, weights and batch size."""
 
     @property
     @abstractmethod
     def policy_version(self) -> int | str | None:
-        """The version of the weights; ``None`` if not counted."""
+        """The version of the weights; ``None`` if versions are not counted."""
 
     def get_policy_version(self) -> int | str | None:
-        """Same as :attr:`policy_version`, for callers that can only call methods."""
+        """Return :attr:`policy_version`, for callers that can only call methods."""
         return self.policy_version
 
     @property
     def total_dialog_turns(self) -> int:
-        """Turns after which the collector ends; -1 for no end."""
+        """Number of turns after which the collector ends; -1 for no end."""
         return self.total_frames
 
     @property
     def dialog_turns_per_batch(self) -> int:
-        """Turns of a batch."""
+        """Number of turns of a batch."""
         return self.requested_frames_per_batch
 
     def update_policy_weights_(
@@ -52,15 +52,15 @@ class VersionedCollector(BaseCollector):
 
         Args:
             policy_or_weights: the trained module, its state dict, or a tensordict of its weights.
-                Without arguments, the weights are already in place and only the version is
+                Without arguments, the weights must already be in place, and only the version is
                 incremented.
-            weights: synonym, TorchRL's name.
-            policy: synonym.
-            state_dict: synonym.
+            weights: TorchRL's name for the same argument.
+            policy: a further name for it.
+            state_dict: a further name for it.
 
         Raises:
-            ConfigError: more than one source, or weights that are not the policy's.
-            WeightUpdateError: they did not arrive; the version is unchanged.
+            ConfigError: more than one source is given, or the weights do not belong to the policy.
+            WeightUpdateError: the weights did not arrive; the version is unchanged.
         """
         named = (policy_or_weights, weights, policy, state_dict)
         given = [each for each in named if each is not None]
@@ -69,7 +69,7 @@ class VersionedCollector(BaseCollector):
         self._update(given[0] if given else None)
 
     def set_weight_updater(self, weight_updater: Any) -> bool:
-        """Replace the updater; returns ``True``, as in TorchRL.
+        """Replace the updater; return ``True``, as in TorchRL.
 
         Args:
             weight_updater: see the arguments of the class.
@@ -85,7 +85,7 @@ class VersionedCollector(BaseCollector):
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        # An error of the block takes precedence over an error of the collector.
+        # An error in the block has precedence over an error of the collector.
         self.shutdown(raise_on_error=error is None)
 
 
@@ -93,10 +93,10 @@ class VersionedPolicy:
     """A policy and the version of its weights, which is stored in two places.
 
     Args:
-        policy: tensordict to tensordict; modules in it with an integer ``policy_version`` write it
-            into the trace of their sampled tokens.
+        policy: module from tensordict to tensordict. Submodules with an integer ``policy_version``
+            write it into the trace of their sampled tokens.
         track: write the version into rows, with a new
-            :class:`~torchrl_llm.envs.transforms.PolicyVersion` or the given one.
+            :class:`~torchrl_llm.envs.transforms.PolicyVersion` (``True``) or the given one.
     """
 
     def __init__(self, policy: Any, track: bool | PolicyVersion) -> None:
@@ -121,7 +121,7 @@ class VersionedPolicy:
 
     @property
     def version(self) -> int | str | None:
-        """The tracker's version, otherwise the policy's; ``None`` if neither has one."""
+        """The tracker's version, or else the policy's; ``None`` if neither has a version."""
         if self.tracker is not None:
             return self.tracker.version
         return next((part.policy_version for part in self._parts()), None)
@@ -137,7 +137,7 @@ class VersionedPolicy:
         """Set the current version in both places.
 
         Args:
-            version: its number.
+            version: the version number.
 
         Raises:
             ConfigError: rows carry random version names instead of numbers.
@@ -153,15 +153,15 @@ class VersionedPolicy:
             part.policy_version = version
 
     def load(self, source: WeightSource, version: int) -> list[WeightReceipt]:
-        """Load weights from a source into the policy's backend, or else its module.
+        """Load weights from a source into the policy's backend, or else into its module.
 
         Args:
-            source: where they are.
+            source: source of the weights.
             version: their number.
 
         Raises:
-            ConfigError: the policy has neither in this process.
-            WeightUpdateError: they did not arrive; the old ones and their version stay.
+            ConfigError: the policy has neither backend nor module in this process.
+            WeightUpdateError: the weights did not arrive; the old weights and their version stay.
         """
         if self._backend is not None:
             receipts = self._backend.update_weights(source, version=version)
@@ -177,20 +177,20 @@ class VersionedPolicy:
 
     @property
     def counts_versions(self) -> bool:
-        """Whether weights may change within a call, because each token has its version."""
+        """Whether weights may change within a call, because each token carries its version."""
         return bool(getattr(getattr(self.policy, "backend", None), "counts_versions", False))
 
     @property
     def begins_to_count(self) -> bool:
-        """Whether this becomes true with the first update."""
+        """Whether :attr:`counts_versions` becomes true with the first update."""
         return bool(getattr(getattr(self.policy, "backend", None), "begins_to_count", False))
 
     @property
     def module(self) -> nn.Module:
-        """The module with the weights: the backend's, or the policy itself.
+        """The module with the weights: the backend's module, or the policy itself.
 
         Raises:
-            ConfigError: they are not in this process.
+            ConfigError: the weights are not in this process.
         """
         if self._backend is not None and self._backend.module is not None:
             return self._backend.module
@@ -199,8 +199,7 @@ class VersionedPolicy:
     def stamp(self, carrier: TensorDictBase) -> TensorDictBase:
         """Write the version into the input of the policy.
 
-        The version must be written at each step, because the weights may have changed since the
-        last step.
+        This is done at each step, because the weights may have changed since the last step.
 
         Args:
             carrier: the environment's rows before the policy call.
@@ -209,10 +208,10 @@ class VersionedPolicy:
 
     @property
     def model(self) -> nn.Module:
-        """The model inside the policy.
+        """Return the model inside the policy.
 
         Raises:
-            ConfigError: it is not in this process.
+            ConfigError: the model is not in this process.
         """
         model = getattr(self.policy, "model", None)
         if not isinstance(model, nn.Module):
@@ -232,7 +231,7 @@ class VersionedPolicy:
         """Restore the state of :meth:`state_dict`.
 
         Raises:
-            CheckpointError: the policy has different parts.
+            CheckpointError: the policy is built from different parts.
         """
         if len(self._parts()) != len(state["parts"]):
             raise CheckpointError(

@@ -24,17 +24,17 @@ from torchrl_llm.weights.weight_source import WeightReceipt, WeightSource
 
 _THREADS = 4
 _PLACEMENT = ("memory", "scheduling_strategy", "accelerator_type", "runtime_env")
-# Possible starts of a process's ids, and the number of ids between two starts.
+# Number of possible first ids of a process, and number of ids between two of them.
 _STARTS, _APART = 2**13, 2**21
 
 InFlight = Literal["wait", "keep", "abort"]
 
 
 class PackedBatch(NamedTuple):
-    """A batch in transit: its rows in wire form, and its shape.
+    """A batch for sending: its packed rows, and its shape.
 
     Attributes:
-        rows: in the order of ``batch.reshape(-1)``.
+        rows: packed rows in the order of ``batch.reshape(-1)``.
         shape: batch size of the batch.
     """
 
@@ -54,7 +54,7 @@ class PackedBatch(NamedTuple):
 def _stacked(rows: list[Any], shape: torch.Size) -> TensorDictBase:
     if len(shape) == 1:
         return lazy_rows(rows)
-    # Step by step, in the same way as a collector.
+    # Stacked step by step, in the same way as in a collector.
     steps = [_stacked(rows[t :: shape[-1]], shape[:-1]) for t in range(shape[-1])]
     return lazy_stack(steps, -1)
 
@@ -64,9 +64,9 @@ class CollectorHost:
 
     Args:
         env: see :class:`~torchrl_llm.collectors.LLMCollector`.
-        options: its other arguments.
-        number: makes the ids of this process unique.
-        channel: receives the rows of :meth:`run`.
+        options: other arguments of the collector.
+        number: number that makes the ids of this process unique.
+        channel: channel for the rows of :meth:`run`.
         name: name of this worker in the channel.
         claim_rows: see :class:`~torchrl_llm.collectors.collecting_worker.CollectorWorker`.
     """
@@ -90,13 +90,13 @@ class CollectorHost:
         self._batches = iter(self.collector)
 
     def next(self) -> tuple[bool, PackedBatch | None]:
-        """Whether there was a next batch, and the batch, unless the actor wrote it."""
+        """Return whether there was a next batch, and the batch, unless the actor wrote it."""
         for batch in self._batches:
             return True, None if batch is None else PackedBatch.of(batch)
         return False, None
 
     def run(self) -> str:
-        """Collect until :meth:`stop` or the end; returns the reason of the end."""
+        """Collect until :meth:`stop` or the end; return the reason of the end."""
         if self.worker is not None:
             return self.worker.run()
         for _ in self._batches:
@@ -105,7 +105,7 @@ class CollectorHost:
         return "it has collected all its turns"
 
     def stop(self) -> None:
-        """End :meth:`run` after the batch under way."""
+        """End :meth:`run` after the current batch."""
         self._stopping.set()
         if self.worker is not None:
             self.worker.stop()
@@ -117,10 +117,10 @@ class CollectorHost:
     def load_weights(
         self, source: WeightSource | None, version: int, in_flight: InFlight
     ) -> list[WeightReceipt]:
-        """Load weights, or set the version of weights that a different process changed.
+        """Load weights, or set the version of weights that another process changed.
 
         Args:
-            source: their source; ``None`` if they are already in place.
+            source: source of the weights; ``None`` if they are already in place.
             version: their number.
             in_flight: see :meth:`~torchrl_llm.collectors.LLMCollector.load_weights`.
         """
@@ -135,7 +135,7 @@ class CollectorHost:
 def actor_options(
     remote_config: Mapping[str, Any] | None, **given: Any
 ) -> tuple[ActorOptions, dict[str, Any]]:
-    """Options of an actor, from TorchRL's ``remote_config``.
+    """Read the options of an actor from TorchRL's ``remote_config``.
 
     Args:
         remote_config: fields of ``ActorOptions``, and ``memory``,
@@ -146,7 +146,7 @@ def actor_options(
         The options, and the remaining arguments for Ray.
 
     Raises:
-        ConfigError: for an unknown key.
+        ConfigError: a key is unknown.
 
     Example:
         >>> actor_options({"num_cpus": 2, "memory": 2**30}, num_cpus=0.5)[0].num_cpus

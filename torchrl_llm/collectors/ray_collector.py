@@ -39,8 +39,8 @@ from torchrl_llm.weights.weight_source import WeightReceipt, WeightSource
 
 _POLL_S = 0.2
 _numbers = itertools.count()
-# Process numbers from 2**15 on belong to actors; children of multiprocessing count from 1. They are
-# random, because rows of the run that is resumed may still wait for their group.
+# Actors have process numbers from 2**15 on; children of multiprocessing have numbers from 1 on. The
+# numbers are random, because rows of a resumed run may still wait for their group.
 _NUMBERS = 2**15
 _first_number = secrets.randbelow(_NUMBERS)
 
@@ -50,62 +50,62 @@ class RayLLMCollector(VersionedCollector):
 
     There are three ways to get its rows:
 
-    - iterate over it (or call :meth:`next`): batches arrive in this process; with a
-      ``replay_buffer`` they are written into it;
-    - :meth:`start` it with a ``replay_buffer`` that it fills asynchronously;
-    - :meth:`start` it with a :class:`~torchrl_llm.collectors.transport.RayChannel` as ``queue``,
-      for a learner with a :class:`~torchrl_llm.collectors.ChannelCollector`: rows are granted,
-      claimed and counted, so every token is accounted for, including lost ones.
+    - Iterate over it, or call :meth:`next`. Batches arrive in this process, or in a
+      ``replay_buffer`` if one is given.
+    - Call :meth:`start` with a ``replay_buffer``, which it fills asynchronously.
+    - Call :meth:`start` with a :class:`~torchrl_llm.collectors.transport.RayChannel` as ``queue``,
+      for a learner with a :class:`~torchrl_llm.collectors.ChannelCollector`. Rows are granted,
+      claimed and counted, so that the counts include every token, even lost ones.
 
-    A started collector is monitored. If its process dies, or sends no heartbeat for
-    ``worker_timeout_s``, it is killed, its claims go to other workers, and its undelivered tokens
-    count as lost. It is restarted up to ``max_restarts`` times, under a new name and with the
-    latest weights.
+    A started collector is monitored. If its process dies or sends no heartbeat for
+    ``worker_timeout_s``, the process is killed. Its claims go to other workers, and its undelivered
+    tokens count as lost. The collector is restarted up to ``max_restarts`` times, under a new name
+    and with the latest weights.
 
-    Weights are put into Ray's object store once for all receivers; each receiver returns their
-    digest.
+    Weights are put into Ray's object store once for all receivers. Each receiver returns the digest
+    of the received weights.
 
     Args:
-        env: an environment or, better, a callable that builds one; it is sent to the actor.
-        total_dialog_turns: turns after which the collector ends, -1 for no end; counted from zero
-            after a restart.
-        replay_buffer: a buffer of this process, or one in Ray, into which the actor writes
+        env: an environment or (better) a callable that builds one; it is sent to the actor.
+        total_dialog_turns: number of turns after which the collector ends, -1 for no end. The count
+            starts at zero after a restart.
+        replay_buffer: a buffer of this process, or a buffer in Ray, into which the actor writes
             directly.
-        flatten_data: rows instead of ``[*B, T]``; the default where a buffer or queue is given.
-        weight_updater: sends weights to an engine in a third process, and runs in this process; by
-            default weights are sent to the policy in the actor.
+        flatten_data: return rows instead of ``[*B, T]``; the default if a buffer or queue is given.
+        weight_updater: updater in this process that sends weights to an engine in a third process.
+            By default weights are sent to the policy in the actor.
         queue: a channel of rows, or a queue of Ray (``ray.util.queue.Queue``).
-        ray_init_config: arguments of ``ray.init``, if Ray is not running yet.
+        ray_init_config: arguments of ``ray.init``, which is called if Ray is not running yet.
         remote_config: resources of the actor, see
             :func:`~torchrl_llm.collectors.ray_actor.actor_options`.
-        sync_iter: ``False`` collects the next batch while the caller processes the last one.
+        sync_iter: ``False`` collects the next batch while the caller processes the current one.
         num_cpus: CPUs of the actor; 1 by default.
         num_gpus: GPUs of the actor; none by default.
-        name: name of this collector; prefix of the names of its workers in the channel.
+        name: name of this collector; names of its workers in the channel begin with it.
         claim_rows: rows per claim; by default the turns of a batch.
         in_flight: what happens to unfinished conversations when new weights arrive, see
             :meth:`~torchrl_llm.collectors.LLMCollector.load_weights`.
-        wait_for_updates: ``False`` does not wait until weights have arrived; the next update waits
-            for them and raises errors.
-        max_restarts: most restarts.
+        wait_for_updates: ``False`` does not wait until weights have arrived. The next update then
+            waits for them and raises their errors.
+        max_restarts: most restarts of the actor.
         worker_timeout_s: seconds without a heartbeat (a policy call, a claim, a delivery) after
             which the actor counts as hung; only with a channel.
-        timeout_s: timeout of a call in seconds, including :meth:`next`.
+        timeout_s: most seconds of a call, including :meth:`next`.
         **options: the other arguments of :class:`~torchrl_llm.collectors.LLMCollector`, which is
             built in the actor: ``policy`` (sent there) or ``policy_factory`` (called there),
             ``dialog_turns_per_batch``, ``yield_completed_trajectories``, ``postproc``, ...
 
     Attributes:
-        worker_name: its name in the channel; a new one after each restart.
-        receipts: receipts of the last weights that were awaited.
+        worker_name: name of the collector in the channel; it is new after each restart.
+        receipts: receipts of the last weights that the collector waited for.
 
     Raises:
-        ConfigError: for arguments that contradict each other.
-        TypeError: an unknown argument.
+        ConfigError: arguments contradict each other.
+        TypeError: an argument is unknown.
         MissingExtraError: Ray is not installed.
         ResourceError: Ray is not running, or lacks the resources.
-        WorkerError: it did not start in time.
-        Exception: an exception of the environment's or policy's construction in the actor.
+        WorkerError: the actor did not start in time.
+        Exception: an exception while the environment or policy was built in the actor.
     """
 
     __signature__ = FullSignature(LLMCollector)
@@ -156,7 +156,8 @@ class RayLLMCollector(VersionedCollector):
         self.replay_buffer, self.queue, self.channel = replay_buffer, queue, channel
         self.total_frames = total_dialog_turns
         self.sync_iter, self.wait_for_updates = sync_iter, wait_for_updates
-        # A buffer of this process stays here; the actor writes into one in Ray.
+        # A buffer of this process stays in this process. The actor writes only into a buffer in
+        # Ray.
         self._local_buffer = isinstance(replay_buffer, CoreReplayBuffer) and not isinstance(
             replay_buffer, CoreRayReplayBuffer
         )
@@ -217,22 +218,22 @@ class RayLLMCollector(VersionedCollector):
         return self._actor.restarts
 
     def pid(self) -> int:
-        """Process of the actor.
+        """Return the process id of the actor.
 
         Raises:
-            WorkerError: it died, does not answer, or is being restarted.
+            WorkerError: the actor died, does not answer, or is being restarted.
         """
         return self._actor.remote.pid()
 
     # -- batches ----------------------------------------------------------------------------------
 
     def next(self) -> TensorDictBase | None:
-        """The next batch; ``None`` if it was written to the buffer or queue.
+        """Return the next batch; ``None`` if it was written to the buffer or queue.
 
         Raises:
             StopIteration: the budget of turns is used up.
             WorkerError: the actor died, hung or timed out, and has no restarts left.
-            Exception: what policy or environment raised.
+            Exception: an exception of policy or environment.
         """
         if self._loop is not None:
             raise ConfigError("this collector was started and collects by itself")
@@ -269,7 +270,7 @@ class RayLLMCollector(VersionedCollector):
         """Restart the actor with the latest weights, or raise if no restart is left.
 
         Args:
-            error: cause of its death.
+            error: cause of the actor's death.
         """
         first_line = str(error).partition("\n")[0]
         logger.warning(f"{self.worker_name}: {first_line}")
@@ -290,7 +291,7 @@ class RayLLMCollector(VersionedCollector):
             )
 
     def iterator(self) -> Iterator[TensorDictBase | None]:
-        """Batches until the budget is used up; ``None`` for each batch that the actor wrote."""
+        """Yield batches until the budget is used up; ``None`` for a batch that the actor wrote."""
         while True:
             try:
                 batch = self.next()
@@ -304,13 +305,13 @@ class RayLLMCollector(VersionedCollector):
     # -- next to training -----------------------------------------------------------------------
 
     def start(self) -> None:
-        """Collect into the buffer, queue or channel until :meth:`shutdown`; returns at once.
+        """Collect into the buffer, queue or channel until :meth:`shutdown`; return immediately.
 
-        Errors in the actor are logged, and raised by the next call of ``update_policy_weights_``,
-        :meth:`check` or :meth:`shutdown`, unless it was restarted.
+        Errors in the actor are logged. Unless the actor is restarted, the next call of
+        ``update_policy_weights_``, :meth:`check` or :meth:`shutdown` raises them.
 
         Raises:
-            ConfigError: there is none of these, or it was already started.
+            ConfigError: there is no buffer, queue or channel, or the collector was already started.
         """
         if self.replay_buffer is None and self.queue is None:
             raise ConfigError("start() needs a replay_buffer, a queue or a channel to collect into")
@@ -320,7 +321,7 @@ class RayLLMCollector(VersionedCollector):
         self._loop.start()
 
     def _look_after(self) -> bool:
-        """Wait for the end of one call or of the actor; returns whether more calls follow."""
+        """Wait for the end of one call or of the actor; return whether more calls follow."""
         try:
             return self._collect()
         except WorkerError as error:
@@ -342,7 +343,7 @@ class RayLLMCollector(VersionedCollector):
         while not ray.wait([self._run], timeout=_POLL_S)[0]:
             if self._actor.state == "ended":
                 return False
-            # A thousand collectors cannot ask five times per second each.
+            # A thousand collectors must not each ask five times per second.
             if self.channel is not None and time.time() - looked_s >= self._worker_timeout_s / 10:
                 looked_s = time.time()
                 self._check_heartbeat(begun_s)
@@ -371,14 +372,14 @@ class RayLLMCollector(VersionedCollector):
 
     @property
     def is_running(self) -> bool:
-        """Whether it was started and is collecting or restarting."""
+        """Return whether the collector was started, and is collecting or restarting."""
         return self._loop is not None and self._loop.is_running
 
     def check(self) -> None:
         """Raise the error that ended the collector, if any.
 
         Raises:
-            WorkerError: its process died or hung too often.
+            WorkerError: the process of the collector died or hung too often.
             Exception: an exception of policy, environment or buffer.
         """
         self._actor.check()
@@ -398,15 +399,16 @@ class RayLLMCollector(VersionedCollector):
         """Let the collector in the actor load new weights.
 
         Args:
-            source: their source; ``None`` if the weights are already in place and only the version
-                changes.
+            source: source of the weights; ``None`` if they are already in place and only the
+                version changes.
             version: their number.
 
         Returns:
-            The receipts; none while the collector restarts or with ``wait_for_updates=False``.
+            The receipts; an empty list while the collector restarts or with
+            ``wait_for_updates=False``.
 
         Raises:
-            WeightUpdateError: they did not arrive, or not as they were sent.
+            WeightUpdateError: the weights did not arrive, or arrived changed.
             WorkerError: the collector is dead and has no restarts left.
         """
         self._settle()
@@ -418,7 +420,7 @@ class RayLLMCollector(VersionedCollector):
                 ref = remote.submit("load_weights", source, version, self._in_flight)
                 self._pending = (remote, ref, sent)
             else:
-                self.check()  # it gets them after the restart, before it samples
+                self.check()  # a restarted collector gets the weights before it samples
         if not self.wait_for_updates:
             return []
         self.receipts = self._settle()
@@ -428,8 +430,8 @@ class RayLLMCollector(VersionedCollector):
         """Wait for the current weights, and compare the received digest with the sent one.
 
         Raises:
-            WeightUpdateError: they did not arrive, or not as they were sent.
-            WorkerError: it died and has no restarts left.
+            WeightUpdateError: the weights did not arrive, or arrived changed.
+            WorkerError: the collector died and has no restarts left.
         """
         pending, self._pending = self._pending, None
         if pending is None:
@@ -445,11 +447,11 @@ class RayLLMCollector(VersionedCollector):
                         f"{self.worker_name!r}, and it got {receipt}"
                     )
         except WeightUpdateError:
-            # It samples with the old weights, so the version must not change.
+            # The collector samples with the old weights, so the version must not change.
             self._weights.needed = self._arrived
             raise
         except WorkerError:
-            # The monitor notices the same, and sends the weights to the successor.
+            # The monitor also notices this, and sends the weights to the restarted collector.
             if not self.is_running and self.restarts >= self._actor.max_restarts:
                 raise
             return []
@@ -462,18 +464,18 @@ class RayLLMCollector(VersionedCollector):
 
     @property
     def policy_version(self) -> int:
-        """Number of the last sent weights."""
+        """Version of the last sent weights."""
         return self._weights.needed[-1].version
 
     # -- state and end ----------------------------------------------------------------------------
 
     @property
     def dialog_turns(self) -> int:
-        """Turns collected so far, since the last restart."""
+        """Number of turns collected since the last restart."""
         return self._actor.remote.read("collector.dialog_turns")
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed the environment in the actor; returns the next seed."""
+        """Seed the environment in the actor; return the next seed."""
         return self._actor.remote.call("collector.set_seed", seed, static_seed)
 
     def set_postproc(self, postproc: Callable[[TensorDictBase], TensorDictBase]) -> None:
@@ -482,11 +484,11 @@ class RayLLMCollector(VersionedCollector):
         self._collector_options["postproc"] = postproc  # a restarted collector starts with it
 
     def state_dict(self) -> OrderedDict[str, Any]:
-        """Everything that the next batch depends on, see :meth:`LLMCollector.state_dict`.
+        """Return all data that the next batch depends on; see :meth:`LLMCollector.state_dict`.
 
         Raises:
             WorkerError: the actor died or did not answer in time.
-            CheckpointError: for an ``AsyncEnvPool``.
+            CheckpointError: the environment is an ``AsyncEnvPool``.
         """
         state = self._actor.remote.call("collector.state_dict")
         return OrderedDict(collector=state, version=self.policy_version)
@@ -495,7 +497,7 @@ class RayLLMCollector(VersionedCollector):
         """Restore the state of :meth:`state_dict`; the weights must be sent again.
 
         Args:
-            state_dict: of a collector with the same configuration.
+            state_dict: state of a collector with the same configuration.
         """
         self._actor.remote.call("collector.load_state_dict", state_dict["collector"])
         self.load_weights(None, version=state_dict["version"])
@@ -503,7 +505,7 @@ class RayLLMCollector(VersionedCollector):
     def shutdown(
         self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
     ) -> None:
-        """Stop collecting, close the environment, end the actor; may be called twice.
+        """Stop collecting, close the environment, end the actor; can be called repeatedly.
 
         Args:
             timeout: seconds to wait for the current batch before the actor is killed; 10 by
@@ -521,7 +523,7 @@ class RayLLMCollector(VersionedCollector):
         ray = require_ray("RayLLMCollector", running=False)
         if ray.is_initialized() and self._actor.is_up:
             remote = self._actor.remote
-            # A dead or hung process cannot and need not be called.
+            # A dead or hung process cannot be called, and need not be.
             with suppress(WorkerError):
                 remote.result(remote.submit("stop", lane="control"), timeout_s=limit_s)
                 if self._run is not None:

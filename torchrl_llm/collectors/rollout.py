@@ -10,9 +10,9 @@ chooses one:
   batch is sampled by the same weights;
 - :class:`AsyncTrajectoryRollout`: answers the environments of a pool as they become ready.
 
-If players share an episode (:mod:`torchrl_llm.envs.players`), only the players who must act are
-stepped and answered. Reward and end of a step in which a player did not act are added to that
-player's last row.
+If players share an episode (:mod:`torchrl_llm.envs.players`), only the rows of players who must act
+are stepped and answered. The reward and the end of a step in which a player did not act are added
+to that player's last row.
 
 Shape legend: ``B`` rows of the environment, ``T`` steps.
 """
@@ -44,7 +44,7 @@ Stamp = Callable[[TensorDictBase], TensorDictBase]
 
 
 def _layers(env: EnvBase) -> list[Any]:
-    """The transforms of an environment, outermost first, and the base environment.
+    """Return the transforms of an environment, outermost first, and the base environment.
 
     ``state_dict()`` of a ``TransformedEnv`` contains its transforms, but not its base environment.
     """
@@ -54,7 +54,7 @@ def _layers(env: EnvBase) -> list[Any]:
 
 
 def env_state(env: EnvBase) -> list[dict[str, Any]]:
-    """States of an environment and its transforms, outermost first.
+    """Return the states of an environment and its transforms, outermost first.
 
     Args:
         env: the environment.
@@ -88,16 +88,18 @@ class Rollout(SavedState, ABC):
     Args:
         env: the environment.
         policy: tensordict to tensordict.
-        stamp: writes the policy's version into the policy's input.
+        stamp: function that writes the policy's version into the policy's input.
         turns_per_batch: turns of a batch.
-        calls: lock for policy calls, so that weights do not change within a call.
+        calls: lock for policy calls, so that weights do not change during a call.
         verbose: log progress.
 
     Attributes:
-        turns: turns of all batches so far, including intermediate turns that were not yielded.
+        turns: number of turns of all batches so far, including intermediate turns that were not
+            yielded.
         sampled: number of tokens sampled so far.
-        counts: sampled tokens of the last call, per row.
-        after_call: called after each policy call, in the collecting thread; may be ``None``.
+        counts: number of sampled tokens of the last call, per row.
+        after_call: function that is called after each policy call, in the collecting thread, or
+            ``None``.
     """
 
     def __init__(
@@ -120,7 +122,7 @@ class Rollout(SavedState, ABC):
     @property
     @abstractmethod
     def tokens_in_flight(self) -> int:
-        """Sampled tokens of rows that are not in a batch yet."""
+        """Number of sampled tokens of rows that are not in a batch yet."""
 
     def check_drop(self) -> None:
         """Raise :class:`~torchrl_llm.errors.ConfigError` if :meth:`drop` is not supported."""
@@ -130,7 +132,7 @@ class Rollout(SavedState, ABC):
     def drop(self) -> None:
         """Drop unfinished conversations and start new ones before the next step.
 
-        Thread-safe.
+        The method is thread-safe.
 
         Raises:
             ConfigError: this class does not support it.
@@ -141,7 +143,7 @@ class Rollout(SavedState, ABC):
         """Roll out one batch."""
 
     def _act(self, carrier: TensorDictBase) -> TensorDictBase | None:
-        """The policy's answers; ``None`` if the rows were dropped before or meanwhile."""
+        """Return the policy's answers; ``None`` if the rows were dropped until then."""
         with self.calls.work(), torch.no_grad():
             if self._dropping:
                 return None
@@ -150,7 +152,7 @@ class Rollout(SavedState, ABC):
         self.sampled += sum(self.counts)
         if self.after_call is not None:
             self.after_call()
-        # Aborted answers must not become turns: they count as sampled and lost.
+        # Aborted answers must not become turns. They count as sampled and lost.
         return None if self._dropping else acted
 
     def _log(self, collected: int) -> None:
@@ -159,14 +161,14 @@ class Rollout(SavedState, ABC):
 
 
 def tokens_of_call(acted: TensorDictBase) -> list[int]:
-    """Number of tokens sampled in one policy call.
+    """Return the number of tokens sampled in one policy call.
 
     Args:
         acted: output of the policy, ``[B]`` or with further batch dimensions.
 
     Returns:
-        A number per row, consistent with :func:`~torchrl_llm.data.rollouts.sampled_tokens`; zeros
-        for a policy without tokens.
+        A number per row, as in :func:`~torchrl_llm.data.rollouts.sampled_tokens`; zeros for a
+        policy without tokens.
     """
     if acted.batch_dims != 1:
         counted = acted.select("tokens", "trace", strict=False)
@@ -181,9 +183,9 @@ def tokens_of_call(acted: TensorDictBase) -> list[int]:
 
 
 def _stale_keys(env: EnvBase, policy: Any) -> set[str]:
-    """Keys that the policy writes in every call and neither policy nor environment reads.
+    """Return keys that the policy writes in every call and neither policy nor environment reads.
 
-    TorchRL carries such keys into the next step and copies them several times.
+    TorchRL would keep such keys for the next step and copy them several times.
     """
     written, read = (
         {key if isinstance(key, str) else key[0] for key in getattr(policy, name, ())}
@@ -215,29 +217,29 @@ class Lockstep(Rollout):
 
     @property
     def tokens_held(self) -> int:
-        """Sampled tokens of turns that the environment has not returned yet."""
+        """Number of sampled tokens of turns that the environment has not returned yet."""
         return self.env.tokens_held if isinstance(self.env, HoldsTurns) else 0
 
     def _counts_of(self, step: TensorDictBase) -> list[int]:
-        """Tokens of each turn of a step; the turn may come from an earlier call."""
+        """Return the tokens of each turn of a step; the turn may come from an earlier call."""
         return tokens_of_call(step) if isinstance(self.env, HoldsTurns) else self.counts
 
     def _drop_now(self) -> bool:
-        """Whether the caller must drop its rows; the next step resets the environment."""
+        """Return whether to drop the rows; the next step then resets the environment."""
         if not self._dropping:
             return False
         self._dropping, self.carrier = False, None
         return True
 
     def _act_for_children(self, td: TensorDictBase) -> TensorDictBase:
-        """The policy's answers for child episodes during a step."""
+        """Return the policy's answers for child episodes during a step."""
         with self.calls.work(), torch.no_grad():
             acted = self.policy(self.stamp(td))
         self.sampled += sum(tokens_of_call(acted))
         return acted
 
     def take_children(self) -> dict[int, list[ChildRows]]:
-        """The child episodes of the last step, by the row of their parent."""
+        """Remove and return the child episodes of the last step, by the row of their parent."""
         found: dict[int, list[ChildRows]] = {}
         for delegate in self._delegates:
             for place, children in delegate.take_rows().items():
@@ -245,7 +247,7 @@ class Lockstep(Rollout):
         return found
 
     def _mark_active(self, running: Tensor | None = None) -> None:
-        """Mark the running rows for the step; if players share an episode, only those who must act.
+        """Mark the running rows for the step; with shared episodes, only players who must act.
 
         Args:
             running: bool ``[B]``; all by default.
@@ -258,11 +260,11 @@ class Lockstep(Rollout):
             self.carrier.set("_step", steps)
 
     def _step(self) -> TensorDictBase | None:
-        """One step of all rows; the carrier advances only after success.
+        """Run one step of all rows; the carrier advances only after success.
 
-        ``None`` if the rows were dropped before the policy answered. The policy writes into the
-        carrier, which may share nodes with the previous step: split or copy a step before the next
-        one.
+        The result is ``None`` if the rows were dropped before the policy answered. The policy
+        writes into the carrier, which may share nodes with the previous step. So split or copy a
+        step before the next step.
         """
         if self.carrier is None:
             self.carrier = self.env.reset()
@@ -276,12 +278,13 @@ class Lockstep(Rollout):
         return stepped
 
     def _step_and_maybe_reset(self, acted: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
-        """Like the environment's method, without the keys that the policy writes again."""
+        """Do the same as the environment's method, without keys that the policy writes again."""
         env = self.env
         if not self._by_parts or acted.device != env.device:
             stepped, carrier = env.step_and_maybe_reset(acted)
             return stepped, carrier.exclude(*self._stale, inplace=True)
-        # The same parts; stale keys are dropped before they would be copied and reset.
+        # These are the parts of the method. Stale keys are dropped before they would be copied and
+        # reset.
         stepped = env.step(acted)
         carrier = self.moved_on(stepped)
         if env._post_step_mdp_hooks is not None:
@@ -289,11 +292,11 @@ class Lockstep(Rollout):
         return stepped, env.maybe_reset(carrier)
 
     def moved_on(self, stepped: TensorDictBase) -> TensorDictBase:
-        """The carrier of the next step, without the keys that the policy writes again."""
+        """Return the carrier of the next step, without the keys that the policy writes again."""
         return self.env.step_mdp(stepped.exclude(*self._stale))
 
     def state_dict(self) -> dict[str, Any]:
-        """The carrier, the environment's state, and the attributes of a subclass."""
+        """Return the carrier, the environment's state, and the attributes of a subclass."""
         return {**super().state_dict(), "env": env_state(self.env)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -307,8 +310,8 @@ class StepRollout(Lockstep):
 
     Args:
         reset_first: start every batch with new conversations; unfinished ones are dropped.
-        flatten: rows instead of ``[*B, T]``.
-        **kwargs: of :class:`Rollout`.
+        flatten: return rows instead of ``[*B, T]``.
+        **kwargs: see :class:`Rollout`.
     """
 
     saved = (*Lockstep.saved, "steps")
@@ -325,7 +328,7 @@ class StepRollout(Lockstep):
         self.steps: list[TensorDictBase] = []
 
     def collect(self) -> TensorDictBase:
-        """``[*B, T]`` lazily stacked steps, or ``[B * T]`` rows, row ``b * T + t`` being step t."""
+        """Return steps ``[*B, T]``, or rows ``[B * T]`` where row ``b * T + t`` is step t."""
         if self.reset_first and not self.steps:
             self.carrier = None
         # If an error or Ctrl-C interrupts a batch, its steps are kept for the next call.
@@ -368,8 +371,8 @@ class TrajectoryRollout(Lockstep):
     """Whole trajectories, in the order of their ends.
 
     Args:
-        last_only: the last turn of each trajectory only.
-        **kwargs: of :class:`Rollout`.
+        last_only: return only the last turn of each trajectory.
+        **kwargs: see :class:`Rollout`.
     """
 
     saved = (*Lockstep.saved, "assembly")
@@ -384,7 +387,7 @@ class TrajectoryRollout(Lockstep):
         self.assembly = Assembly(self.env.batch_size[0], last_only)
 
     def collect(self) -> TensorDictBase:
-        """Rows ``[N]`` of trajectories with at least ``turns_per_batch`` turns in total."""
+        """Return rows ``[N]`` of trajectories with at least ``turns_per_batch`` turns in total."""
         while (finished := self.assembly.finished_turns) < self.turns_per_batch:
             self._log(finished)
             if self._drop_now():
@@ -403,7 +406,7 @@ class TrajectoryRollout(Lockstep):
         return self.assembly.tokens + self.tokens_held
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of :meth:`state_dict`; external programs start again."""
+        """Restore the state of :meth:`state_dict`; external programs are started again."""
         super().load_state_dict(state)
         if isinstance(self.env, HoldsTurns):
             self.assembly.clear_open()
@@ -412,11 +415,11 @@ class TrajectoryRollout(Lockstep):
 class WaveRollout(TrajectoryRollout):
     """Batches of trajectories that start together, one per row of the environment.
 
-    Finished rows wait for the others: they are neither stepped nor answered. A drop affects the
+    Finished rows wait for the others, and are neither stepped nor answered. :meth:`drop` drops the
     whole batch.
 
     Args:
-        **kwargs: of :class:`TrajectoryRollout`; ``turns_per_batch`` is not used.
+        **kwargs: see :class:`TrajectoryRollout`; ``turns_per_batch`` is not used.
     """
 
     saved = (*TrajectoryRollout.saved, "running")
@@ -426,14 +429,14 @@ class WaveRollout(TrajectoryRollout):
         self.running: Tensor | None = None
 
     def collect(self) -> TensorDictBase:
-        """Rows ``[N]`` of as many trajectories as the environment has rows."""
+        """Return rows ``[N]`` of as many trajectories as the environment has rows."""
         if self.running is None:
             self.running = torch.ones(self.env.batch_size, dtype=torch.bool)
         while self.running.any():
             self._log(self.assembly.finished_turns)
             if self._drop_now():
-                # Finished rows are dropped with unfinished ones, because a new wave cannot complete
-                # their groups.
+                # Finished rows are dropped together with unfinished rows, because a new wave cannot
+                # complete their groups.
                 self.assembly = Assembly(len(self.running), self.assembly.last_only)
                 self.running = torch.ones_like(self.running)
             self._step_running()
@@ -457,21 +460,21 @@ class WaveRollout(TrajectoryRollout):
         carrier = None
         if still.any():
             carrier = self.moved_on(stepped)
-        # Finished rows of a wave are not stepped either.
+        # Finished rows of a wave are also not stepped.
         counts = self._counts_of(stepped)
         self.assembly.add_step(stepped, counts, running, self.take_children())
         self.carrier, self.running = carrier, still
 
 
 class AsyncTrajectoryRollout(Rollout):
-    """Whole trajectories of a pool whose environments step independently.
+    """Whole trajectories from a pool of environments that step independently.
 
-    While some environments are busy (a tool, a slow reward), the policy answers all ready ones in
-    one call.
+    While some environments are busy (with a tool or a slow reward), the policy answers all ready
+    environments in one call.
 
     Args:
-        last_only: the last turn of each trajectory only.
-        **kwargs: of :class:`Rollout`; ``env`` is an ``AsyncEnvPool`` of environments of one row.
+        last_only: return only the last turn of each trajectory.
+        **kwargs: see :class:`Rollout`; ``env`` is an ``AsyncEnvPool`` of environments of one row.
     """
 
     env: AsyncEnvPool
@@ -480,7 +483,7 @@ class AsyncTrajectoryRollout(Rollout):
         super().__init__(*args, **kwargs)
         refuse_players(self.env, "an AsyncEnvPool, whose members are one row each,")
         if len(self.env.batch_size) != 2 or self.env.batch_size[1] != 1:
-            # TorchRL's pool treats the rows of a larger member as members.
+            # TorchRL's pool would treat each row of a larger environment as an environment.
             raise ConfigError(
                 "the environments of an AsyncEnvPool must have batch size (1,), got a pool of "
                 f"size {tuple(self.env.batch_size)}; put more members into the pool instead"
@@ -504,11 +507,11 @@ class AsyncTrajectoryRollout(Rollout):
         return self.assembly.tokens + sum(self._stepping.values())
 
     def drop(self) -> None:
-        """Not supported, see :meth:`check_drop`."""
+        """Raise an error; see :meth:`check_drop`."""
         self.check_drop()
 
     def check_drop(self) -> None:
-        """Not supported: environments are in the middle of their steps.
+        """Raise an error: environments are in the middle of their steps.
 
         Raises:
             ConfigError: always.
@@ -519,7 +522,7 @@ class AsyncTrajectoryRollout(Rollout):
         )
 
     def collect(self) -> TensorDictBase:
-        """Rows ``[N]`` of trajectories with at least ``turns_per_batch`` turns together."""
+        """Return rows ``[N]`` of trajectories with at least ``turns_per_batch`` turns in total."""
         if not self.running and not self.assembly.finished:
             self._send(list(self.env.reset().unbind(0)))
         while (finished := self.assembly.finished_turns) < self.turns_per_batch:
@@ -549,13 +552,13 @@ class AsyncTrajectoryRollout(Rollout):
         self._stepping.update(zip(indices, self.counts, strict=True))
         for place, index in enumerate(indices):
             part = acted[place : place + 1]
-            # One send per environment, because the pool would use one index for all rows of a
-            # batch.
+            # Send to each environment separately, because the pool would use one index for all rows
+            # of a batch.
             part.set("env_index", NonTensorData(index, batch_size=part.batch_size))
             self.env.async_step_and_maybe_reset_send(lazy_stack([part]))
 
     def state_dict(self) -> dict[str, Any]:
-        """Refused: environments are in the middle of their steps.
+        """Raise an error: environments are in the middle of their steps.
 
         Raises:
             CheckpointError: always.
@@ -566,7 +569,7 @@ class AsyncTrajectoryRollout(Rollout):
         )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Not supported, like :meth:`state_dict`.
+        """Raise an error, as :meth:`state_dict` does.
 
         Raises:
             CheckpointError: always.

@@ -5,7 +5,7 @@ with these weights. A token sampled by version ``u`` then has the age ``v - u``.
 :class:`StalenessRule` decides which ages are trained. A :class:`Pacer` limits how many rows are
 collected ahead, so that with ``wait`` nothing becomes too old.
 
-Everything here depends only on versions and counts, not on channels, processes or clocks.
+The rules depend only on versions and counts, not on channels, processes or clocks.
 
 Shape legend: ``T`` tokens of a row.
 """
@@ -31,10 +31,10 @@ _FREE = 1 << 30
 
 
 def sampled_versions(row: TensorDict) -> Tensor:
-    """The policy versions of a row's sampled tokens.
+    """Return the policy versions of a row's sampled tokens.
 
     Args:
-        row: with a trace.
+        row: a row a row a row with a trace.
 
     Returns:
         int32, one per sampled token of the row.
@@ -58,14 +58,14 @@ def sampled_versions(row: TensorDict) -> Tensor:
 
 
 def age_histogram(rows: Iterable[TensorDict], version: int) -> dict[int, int]:
-    """Number of trained sampled tokens by age.
+    """Return the number of trained sampled tokens by age.
 
     Args:
-        rows: with traces.
+        rows: rows with traces.
         version: current version of the trainer.
 
     Returns:
-        Age in updates to number of tokens, youngest first.
+        Number of tokens for each age in updates, youngest first.
     """
     counts: Counter[int] = Counter()
     for row in rows:
@@ -81,7 +81,7 @@ def age_histogram(rows: Iterable[TensorDict], version: int) -> dict[int, int]:
 
 
 def age_metrics(histogram: Mapping[int, int]) -> dict[str, float]:
-    """Mean and largest age of the trained tokens, in updates.
+    """Return the mean and the largest age of the trained tokens, in updates.
 
     Args:
         histogram: result of :func:`age_histogram`.
@@ -103,22 +103,23 @@ def age_metrics(histogram: Mapping[int, int]) -> dict[str, float]:
 @checked
 @dataclass(frozen=True, kw_only=True)
 class StalenessRule:
-    """Which ages are trained, and what happens to older rows.
+    """Defines which ages are trained, and what happens to older rows.
 
     Attributes:
-        max_policy_age: most updates between sampling and training of a token; 0 trains only on
-            samples of the current weights.
-        on_stale: ``wait`` keeps collectors from running so far ahead that rows become too old
-            (:class:`Pacer`), and drops rows that still do (a very slow worker, a group that never
-            filled). ``drop`` does not limit collectors, and removes rows with a token that is too
-            old: they count as members of their group but are excluded from its statistics. ``mask``
-            trains the rest of such rows and keeps their rewards in the group's baseline.
+        max_policy_age: most updates between sampling and training of a token; 0 trains only samples
+            of the current weights.
+        on_stale: ``wait`` limits how far collectors run ahead (:class:`Pacer`), so that rows do not
+            become too old. It drops rows that are still too old (from a very slow worker, or in a
+            group that never filled). ``drop`` does not limit collectors, and removes rows with a
+            token that is too old. These rows count for the size of their group, but not in its
+            statistics. ``mask`` masks only the tokens that are too old, trains the rest of the row,
+            and keeps its reward in the group's baseline.
 
-    A negative age means that the token was sampled by weights that this trainer never had: the run
-    was killed and resumed from an earlier checkpoint. Such a token is stale, too.
+    A negative age means that the token was sampled by weights that this trainer never had, because
+    the run was killed and resumed from an earlier checkpoint. Such a token is also stale.
 
     Raises:
-        ConfigError: for a negative age or an unknown rule.
+        ConfigError: the age is negative or the rule is unknown.
 
     Example:
         >>> rule = StalenessRule(max_policy_age=1, on_stale="drop")
@@ -130,11 +131,11 @@ class StalenessRule:
     on_stale: Literal["wait", "drop", "mask"] = "wait"
 
     def allows(self, age: int) -> bool:
-        """Whether tokens of an age are trained."""
+        """Return whether tokens of an age are trained."""
         return 0 <= age <= self.max_policy_age
 
     def stale_tokens(self, row: TensorDict, version: int) -> Tensor:
-        """Which tokens are too old, or were sampled by weights that this trainer never had.
+        """Return which tokens are too old, or come from weights that this trainer never had.
 
         Args:
             row: with a trace.
@@ -149,7 +150,7 @@ class StalenessRule:
         return too_old & (leaf(row, ("trace", "source")) == Source.SAMPLED)
 
     def verdict(self, row: TensorDict, version: int) -> Literal["keep", "drop", "mask"]:
-        """The verdict on a row.
+        """Return the verdict on a row.
 
         Args:
             row: with a trace.
@@ -171,7 +172,7 @@ class StalenessRule:
         reason.
 
         Args:
-            row: with a trace; its nodes are replaced, not modified.
+            row: a row with a trace; its nodes are replaced, not modified.
             version: current version of the trainer.
 
         Returns:
@@ -192,20 +193,20 @@ class Pacer:
 
     With ``wait``, at most ``(max_policy_age + 1) * batch_rows`` rows are in flight at any time:
     granted, being collected, or waiting for training. Each step uses ``batch_rows`` of them. So a
-    row started at version ``v`` is trained at ``v + max_policy_age`` at the latest, if the oldest
-    rows are trained first and no worker is overtaken. :meth:`stragglers` names the overtaken
-    workers that the trainer must wait for. (The bound is that of AReaL, arXiv:2505.24298, equation
-    3.)
+    row that starts at version ``v`` is trained at version ``v + max_policy_age`` at the latest, if
+    the oldest rows are trained first and no worker is overtaken. :meth:`stragglers` returns the
+    overtaken workers that the trainer must wait for. (AReaL uses the same bound, arXiv:2505.24298,
+    equation 3.)
 
-    With ``drop`` and ``mask``, collectors run ahead as far as the channel has room.
+    With ``drop`` and ``mask``, collectors run ahead until the channel is full.
 
     Args:
         rule: the staleness rule.
         batch_rows: rows per step.
-        outstanding: rows already granted by the run that this one resumes.
+        outstanding: rows that the resumed run had already granted.
 
     Raises:
-        ConfigError: for ``batch_rows`` below 1.
+        ConfigError: ``batch_rows`` is below 1.
 
     Example:
         >>> pacer = Pacer(StalenessRule(max_policy_age=1), batch_rows=8)
@@ -238,13 +239,13 @@ class Pacer:
         return (self.rule.max_policy_age + 1) * self.batch_rows
 
     def grant(self) -> int:
-        """Number of additional rows that may start now; they count as in flight from now on."""
+        """Return how many additional rows may start now, and count them as in flight."""
         more = max(0, self.limit - self.outstanding)
         self.outstanding += more
         return more
 
     def used(self, num_rows: int) -> None:
-        """Report rows that were trained or discarded, after their update.
+        """Count rows that were trained or discarded, after their update.
 
         Args:
             num_rows: number of rows, including discarded ones.
@@ -255,7 +256,7 @@ class Pacer:
         """Record the busy workers when the trainer's version changes.
 
         Args:
-            version: the new version; rows of busy workers are older.
+            version: the new version, which is newer than the rows of busy workers.
             workers: the channel's counts.
         """
         if not self.waits:
@@ -267,11 +268,11 @@ class Pacer:
             del self._begun[old]
 
     def stragglers(self, version: int, workers: Mapping[str, WorkerCounts]) -> list[str]:
-        """Workers whose rows would be too old if they came after this step.
+        """Return the workers whose rows would be too old if they arrived after this step.
 
         Args:
             version: current version of the trainer.
-            workers: the channel's counts; workers that are gone are not awaited.
+            workers: the channel's counts, without dropped workers.
 
         Returns:
             Names of workers that are still collecting rows started ``max_policy_age`` updates ago.

@@ -1,6 +1,6 @@
-"""Collector of stored rollouts, to run losses and advantage estimators without a sampler.
+"""Collector of stored rollouts, to compute losses and advantages without a sampler.
 
-Next: :class:`torchrl_llm.data.rollout_store.RolloutStore` is the store.
+:class:`torchrl_llm.data.rollout_store.RolloutStore` is the store.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ _OF_THE_STORE = ("fate", "carried", "step", "collected")
 
 
 class StoredCollector(SavedState):
-    """Batches of finished trajectories; each batch has the rows of one step as collected.
+    """Returns stored batches of finished trajectories; each has one step's collected rows.
 
-    Everything that training wrote is removed (advantages, scores, mask reasons, invalid marks), so
-    that a different rule can write it. A row that waited for its group comes with the step that
-    completed the group, in the state in which it waited: without tokens cut by
+    All values that training wrote (advantages, scores, mask reasons, invalid marks) are removed, so
+    that different rules can write them. A row that waited for its group is in the batch of the step
+    that completed the group. It has the state in which it waited: without tokens cut by
     ``train.max_seq_len``, and with tokens masked by filters and staleness.
 
     Args:
-        store: opened for reading. With ``logging.rollouts=sample`` a batch has few rows, of whole
-            groups where these have at most 16.
+        store: store that is opened for reading. With ``logging.rollouts=sample`` a batch has few
+            rows; groups of at most 16 are complete.
         steps: steps to read, in this order; all by default.
         epochs: number of passes.
 
@@ -37,7 +37,7 @@ class StoredCollector(SavedState):
         policy_version: version of the newest weights that sampled tokens of the last batch.
 
     Raises:
-        DataError: a step that the store does not have.
+        DataError: a step is not in the store.
 
     Example:
         >>> import tempfile, torch
@@ -78,16 +78,16 @@ class StoredCollector(SavedState):
         """Do nothing: there is no sampler."""
 
     def take_lost(self) -> int:
-        """No tokens are lost."""
+        """Return zero: no tokens are lost."""
         return 0
 
 
 def as_collected(row: TensorDict, added: Iterable[Iterable[str]] = ()) -> TensorDict:
-    """A stored row as collected, without the columns of training.
+    """Return a stored row as collected, without the columns of training.
 
     Args:
-        row: row of a :class:`~torchrl_llm.data.rollout_store.RolloutStore`; not changed.
-        added: keys that training wrote, ``store.about(step)["added"]``.
+        row: row of a :class:`~torchrl_llm.data.rollout_store.RolloutStore`; it is not changed.
+        added: keys that training wrote: ``store.about(step)["added"]``.
 
     Example:
         >>> row = TensorDict(fate="trained", advantage=1.0, reward=2.0)

@@ -1,4 +1,4 @@
-"""Data: conversations, tokens with their record, and the parts of replay buffers."""
+"""Data: conversations, records of tokens, views of batches, and replay buffers."""
 
 from torchrl_llm._imports import lazy
 

@@ -1,10 +1,10 @@
 """One conversation as an immutable cell.
 
-TorchRL's environments copy every non-tensor leaf at each step. A :class:`Chat` is opaque to them
-and never changes, so a copy is the same object.
+TorchRL's environments copy every non-tensor leaf at each step. A :class:`Chat` never changes, so
+its copy is the same object.
 
 Next: :mod:`torchrl_llm.data.column` has columns of chats, :mod:`torchrl_llm.data.history` wraps
-them for people, :mod:`torchrl_llm.data.record` holds the tokens that a chat carries.
+them for users, :mod:`torchrl_llm.data.record` defines the token record of a chat.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torchrl_llm.errors import DataError
 
 
 class Chat:
-    """One conversation: an immutable tuple of messages, and the record of its tokens if it has one.
+    """One conversation: an immutable tuple of messages, and optionally the record of its tokens.
 
     Args:
         messages: mappings with at least ``role`` and ``content``; each is copied.
         record: the tokens of the first ``record.num_messages`` messages.
 
-    ``chat + [message]`` appends and keeps the record, because the record stores the number of
-    messages that it covers. Equality compares messages only.
+    ``chat + [message]`` appends a message and keeps the record, because the record stores the
+    number of messages that it covers. Equality compares only messages.
 
     Example:
         >>> chat = Chat([{"role": "user", "content": "Hi"}])
@@ -61,7 +61,7 @@ class Chat:
     __delattr__ = __setattr__  # type: ignore[assignment]
 
     def with_record(self, record: TokenRecord | None) -> Chat:
-        """The same messages with a different record (``None`` removes it)."""
+        """Return the same messages with a different record (``None`` removes it)."""
         return Chat._of(self.messages, record)
 
     def __add__(self, more: Chat | Iterable[Mapping[str, Any]]) -> Chat:
@@ -102,7 +102,7 @@ class Chat:
 
 
 def rebuild_chat(cls: type[Chat], messages: tuple[dict[str, Any], ...], record: Any) -> Chat:
-    """A chat from its pickle: a function, since a class method is pickled as a ``getattr``."""
+    """Restore a chat from its pickle; not a method, which would be pickled as a ``getattr``."""
     return cls._of(messages, record)
 
 
@@ -114,24 +114,24 @@ class Message(Chat):
 
     @classmethod
     def of(cls, message: Mapping[str, Any]) -> Message:
-        """The cell of one message, converted to its canonical form."""
+        """Make the cell of one message, converted to its canonical form."""
         return cls._of((canonical_message(message),), None)
 
     def __reduce__(self) -> tuple:
         return rebuild_chat, (Message, self.messages, self.record)
 
 
-# Each cell can create cells, so code that works on cells (compat/mixins) need not import their
+# Cells create cells, so that code that works on cells (compat/mixins) need not import their
 # classes.
 Chat.of_messages, Chat.of_message = Chat._of, Message._of
 
 
 def chat_of(messages: Chat | Sequence[Mapping[str, Any]], where: str) -> Chat:
-    """A conversation of canonical messages.
+    """Make a conversation of canonical messages.
 
     Args:
         messages: message dicts; a chat is returned unchanged.
-        where: names a message in errors.
+        where: name of a message in errors.
 
     Raises:
         DataError: a message has the wrong form.

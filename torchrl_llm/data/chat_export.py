@@ -4,7 +4,7 @@ A chat is the conversation of a trajectory's last turn: its messages with tool c
 Chats are selected by their reward, by comparison with other chats of the same prompt, or both.
 ``torchrl-llm export`` is the command.
 
-Next: :mod:`torchrl_llm.data.demonstrations` reads them.
+Next: :mod:`torchrl_llm.data.demonstrations` reads the exported chats.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class SampledChat:
     """A conversation with its result.
 
     Attributes:
-        messages: of the whole conversation, as plain values.
-        reward: summed over its turns; ``None`` if it is not valid.
+        messages: messages of the whole conversation, as plain values.
+        reward: sum of the rewards of its turns; ``None`` if it is not valid.
         group: key that all answers to one prompt share.
-        cut: its last answer was cut by a length limit.
-        tools: schemas of the tools that it had, if any.
+        cut: whether a length limit cut its last answer.
+        tools: schemas of its tools, if any.
     """
 
     messages: list[dict[str, Any]]
@@ -53,20 +53,20 @@ class SampledChat:
     tools: list[Any] | None = None
 
     def row(self) -> dict[str, Any]:
-        """The columns that are written."""
+        """Return the columns to write."""
         tools = {"tools": self.tools} if self.tools else {}
         return {"messages": self.messages, **tools, "reward": self.reward}
 
 
 def read_chats(source: str | Path) -> Iterator[SampledChat]:
-    """The conversations of a run, or of an evaluation.
+    """Read the conversations of a run, or of an evaluation.
 
     Args:
-        source: folder of a run that kept rollouts; folder of an evaluation, for the answers to all
-            its tasks; or one of its files, ``answers_TASK.jsonl``.
+        source: folder of a run with stored rollouts; folder of an evaluation, for the answers to
+            all its tasks; or one file of an evaluation, ``answers_TASK.jsonl``.
 
     Raises:
-        DataError: ``source`` holds neither, or it is damaged.
+        DataError: ``source`` contains no rollouts and no answers, or is damaged.
     """
     path = Path(source)
     files = [path] if path.is_file() else sorted(path.glob("answers_*.jsonl"))
@@ -92,13 +92,13 @@ def _of_record(record: FileRow, file: Path) -> SampledChat:
 
 
 def stored_chats(store: RolloutStore) -> Iterator[SampledChat]:
-    """The conversations of rollouts that were kept, group by group.
+    """Read the conversations of stored rollouts, group by group.
 
     Args:
-        store: opened for reading.
+        store: store that is opened for reading.
 
     Raises:
-        DataError: rows without a conversation or a reward.
+        DataError: a row has no conversation or no reward.
     """
     for step in store.steps():
         tools = store.about(step).get("tools")
@@ -135,15 +135,16 @@ def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
 @checked
 @dataclass(kw_only=True)
 class ChatFilter:
-    """Which conversations with a valid reward are good enough.
+    """Selects the conversations with a valid reward that are good enough.
 
     Attributes:
         min_reward: least reward; ``None`` for any.
-        best_of_group: most conversations of each prompt, those with the highest rewards, the first
+        best_of_group: most conversations per prompt: those with the highest rewards, and the first
             of equal ones; ``None`` for all.
-        only_whole: leave out those with an answer that was cut.
-        duplicates: keep conversations that are equal, message for message.
-        counts: after a run ``read``, ``written``, and how many were left out for each reason.
+        only_whole: leave out conversations with a cut answer.
+        duplicates: keep repeated conversations, which are equal message for message.
+        counts: after the selection: numbers of conversations ``read``, ``written``, and left out
+            for each reason.
 
     Raises:
         ConfigError: ``best_of_group`` below 1.
@@ -163,10 +164,11 @@ class ChatFilter:
     counts: Counter[str] = field(default_factory=Counter)
 
     def __call__(self, chats: Iterable[SampledChat]) -> Iterator[SampledChat]:
-        """The selected conversations, group by group, in the order in which groups begin.
+        """Return the selected conversations, group by group, in the order in which groups begin.
 
         Args:
-            chats: conversations; with ``best_of_group``, those of a group must be adjacent.
+            chats: conversations; with ``best_of_group``, conversations of the same group must be
+                adjacent.
         """
         seen: set[str] = set()
         group: list[SampledChat] = []
@@ -182,7 +184,7 @@ class ChatFilter:
         yield from self._best(group)
 
     def _reason(self, chat: SampledChat, seen: set[str]) -> str | None:
-        """Why a conversation is left out regardless of its group; ``None`` if it is not."""
+        """Return why a conversation is left out regardless of its group; ``None`` if it is kept."""
         if chat.reward is None:
             return "without a valid reward"
         if chat.cut and self.only_whole:
@@ -209,21 +211,21 @@ class Written(Protocol):
     """Anything that can be written as one line."""
 
     def row(self) -> dict[str, Any]:
-        """The columns of the line, with JSON values."""
+        """Return the columns of the line, with JSON values."""
 
 
 def write_chats(chats: Iterable[Written], path: str | Path) -> int:
-    """Write conversations as JSON lines, all of them or nothing.
+    """Write all conversations as JSON lines, or none if one fails.
 
     Args:
-        chats: to be written; or pairs of them (:mod:`torchrl_llm.data.pair_export`).
-        path: of the file.
+        chats: conversations, or pairs of them (:mod:`torchrl_llm.data.pair_export`).
+        path: path of the file.
 
     Returns:
-        How many were written.
+        The number of written lines.
 
     Raises:
-        DataError: there are no chats, or a message holds a value that JSON cannot express.
+        DataError: there are no chats, or a message contains a value that JSON cannot express.
         OSError: the file cannot be written.
     """
     path = Path(path)
@@ -242,15 +244,15 @@ def _line(chat: Written, number: int) -> bytes:
         text = json.dumps(chat.row(), ensure_ascii=False, allow_nan=False) + "\n"
     except (TypeError, ValueError) as error:
         raise DataError(f"conversation {number} cannot be written: {error}") from error
-    # Models do write lone surrogates: these are not UTF-8, but they are valid JSON if escaped.
+    # Models sometimes write lone surrogates. They are not valid UTF-8, but valid JSON if escaped.
     return text.encode("utf-8", "backslashreplace")
 
 
 def as_dataset(chats: Iterable[SampledChat]) -> Any:
-    """Conversations as a ``datasets.Dataset``; arguments of tool calls are JSON texts in it.
+    """Return conversations as a ``datasets.Dataset``, with call arguments as JSON texts.
 
     Args:
-        chats: at least one.
+        chats: at least one conversation.
 
     Raises:
         MissingExtraError: without the package ``datasets``.
@@ -264,7 +266,7 @@ def as_dataset(chats: Iterable[SampledChat]) -> Any:
 
 
 def _flat_calls(message: dict[str, Any]) -> dict[str, Any]:
-    """A message with call arguments as text: a table cannot hold arguments of arbitrary names."""
+    """Convert call arguments to text, because a table cannot store arbitrary argument names."""
     calls = message.get("tool_calls")
     if not calls:
         return message

@@ -1,11 +1,12 @@
-"""Rows of child episodes: their links to the parent, and how they are trained with it.
+"""Rows of child episodes: their links to the parent, and how they are trained.
 
-A child that is trained by its parent's return joins the parent's trajectory: its rows stand among
-the parent's rows, with the same ``"traj_id"``, so that estimators give them the parent's advantage,
-and :class:`~torchrl_llm.data.replay_buffers.JoinTurns` joins the turns of each conversation
+A child that is trained by its parent's return joins the parent's trajectory. Its rows are placed
+between the parent's rows, with the same ``"traj_id"``, so that estimators give them the parent's
+advantage. :class:`~torchrl_llm.data.replay_buffers.JoinTurns` joins the turns of each conversation
 separately. Every row of a child has
 
-- ``"child_id"``, int64, its conversation, and ``"parent_id"``, the ``traj_id`` of its parent;
+- ``"child_id"``, int64, the number of its conversation, and ``"parent_id"``, the ``traj_id`` of its
+  parent;
 - ``"depth"``, int64, 1 for a child of a parent that is not a child itself;
 - ``"agent"``, a path of names, ``"/delegate"``: the part before the first slash belongs to the
   parent.
@@ -23,9 +24,10 @@ from torch import Tensor
 
 from torchrl_llm.data.rollouts import sampled_tokens
 
-# A child in the parent's trajectory has these flags off: only rows of the parent end it.
+# These flags are off for a child in the parent's trajectory, because only rows of the parent end
+# it.
 _ENDS = ("done", "terminated", "truncated")
-_OWN = -2  # and below: separate trajectories of children
+_OWN = -2  # numbers from here downwards are separate trajectories of children
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +35,7 @@ class ChildRows:
     """The rows of one child episode.
 
     Args:
-        rows: in the order of its turns, without batch dimension.
+        rows: its rows in the order of turns, without batch dimension.
         child_id: number of the conversation.
         parent_id: ``traj_id`` of the parent; -1 if it has none.
         depth: 1 for a child of a parent that is not a child itself.
@@ -54,11 +56,11 @@ class ChildRows:
         return sum(map(sampled_tokens, self.rows))
 
     def riding(self, parent: TensorDict) -> Iterator[TensorDict]:
-        """The rows as part of the parent's trajectory, or as a separate one.
+        """Return the rows as part of the parent's trajectory, or as a separate trajectory.
 
         Args:
-            parent: the row of the parent that made the call; a child gets its missing columns with
-                neutral values.
+            parent: the row of the parent that made the call. Columns of the parent that a child
+                lacks are added with neutral values.
         """
         rides = self.trained_by != "own"
         agent = str(parent["agent"]) if "agent" in parent.keys() else ""
@@ -90,7 +92,7 @@ class ChildRows:
 
 
 def is_own_child(row: TensorDictBase) -> bool:
-    """Whether a row is of a child with a separate trajectory.
+    """Return whether a row belongs to a child with a separate trajectory.
 
     Args:
         row: without batch dimension.
@@ -99,7 +101,7 @@ def is_own_child(row: TensorDictBase) -> bool:
 
 
 def _filled(row: TensorDict, like: TensorDict) -> TensorDict:
-    """A row, with neutral values in the columns that only ``like`` has."""
+    """Return a row with neutral values in the columns that only ``like`` has."""
     made = row.copy()
     for name, value in like.items():
         if name == "next":

@@ -1,7 +1,7 @@
 """Columns of Python objects, and the nodes that hold them.
 
 TorchRL's environments copy every non-tensor leaf at each step. A :class:`Column` keeps its cells in
-one Python list and only builds per-row ``NonTensorData`` when an operation asks for them.
+one Python list, and builds ``NonTensorData`` per row only if an operation needs them.
 
 Next: :mod:`torchrl_llm.data.chat` is the content of a cell, :mod:`torchrl_llm.data.history` wraps a
 column of chats for users.
@@ -27,7 +27,7 @@ from torchrl_llm.errors import ConfigError, DataError
 
 
 def mapped_with_its_rows(memmap: Any) -> Any:
-    """A ``_memmap_`` that raises if a storage reserves space for later rows."""
+    """Implement ``_memmap_``, and raise if a storage reserves space for later rows."""
 
     @wraps(memmap)
     def mapped(self: Any, *args: Any, like: bool = False, **kwargs: Any) -> Any:
@@ -42,11 +42,11 @@ def mapped_with_its_rows(memmap: Any) -> Any:
 
 
 class Column(NonTensorStack):
-    """A one-dimensional column of Python objects: chats, strings, anything immutable.
+    """A one-dimensional column of immutable Python objects, such as chats and strings.
 
-    It behaves as tensordict's ``NonTensorStack`` and is an instance of it; methods that are not
-    overridden here build cells: they are correct, but slower. Never assign items in place (rows may
-    share cells): build a new column and ``set`` it.
+    It is a ``NonTensorStack`` of tensordict and behaves in the same way. Inherited methods that
+    this class does not override build cells: they are correct, but slower. Never assign items in
+    place, because rows may share cells. Build a new column and ``set`` it.
 
     Example:
         >>> column = Column.of(["a", "b", "c"])
@@ -56,7 +56,7 @@ class Column(NonTensorStack):
 
     @classmethod
     def of(cls, items: Iterable[Any]) -> Column:
-        """A column of the given objects, one per row."""
+        """Make a column of the given objects, one per row."""
         self = cls.__new__(cls)
         items = list(items)
         self.__dict__["_is_locked"] = None
@@ -68,7 +68,7 @@ class Column(NonTensorStack):
 
     @property
     def tensordicts(self) -> list[NonTensorData]:
-        """The cells; built on demand, and authoritative from then on."""
+        """The cells, built on demand; after that, they replace the list of objects."""
         state = self.__dict__
         if state["_cells"] is None:
             state["_cells"], state["_items"] = [cell(x) for x in state["_items"]], None
@@ -80,7 +80,7 @@ class Column(NonTensorStack):
         self.__dict__.setdefault("_is_locked", None)
 
     def _flat(self) -> list[Any] | None:
-        """The objects of a one-dimensional column, ``None`` for a column of columns."""
+        """Return the objects of a one-dimensional column, or ``None`` for a column of columns."""
         items, cells = self.__dict__["_items"], self.__dict__["_cells"]
         if items is not None:
             return items
@@ -89,7 +89,7 @@ class Column(NonTensorStack):
         return None
 
     def tolist(self, **kwargs: Any) -> list[Any]:
-        """The objects, one per row, as a new list."""
+        """Return the objects, one per row, as a new list."""
         items = None if kwargs else self._flat()
         return super().tolist(**kwargs) if items is None else list(items)
 
@@ -100,15 +100,15 @@ class Column(NonTensorStack):
         return type(self).of(items)
 
     def clone(self, recurse: bool = True, **kwargs: Any) -> NonTensorStack:
-        """A new column over the same immutable objects."""
+        """Return a new column with the same immutable objects."""
         return self._clone(recurse, **kwargs)
 
     def copy(self) -> NonTensorStack:
-        """A new column over the same immutable objects."""
+        """Return a new column with the same immutable objects."""
         return self._clone(False)
 
     def empty(self, recurse: bool = False, **kwargs: Any) -> NonTensorStack:
-        """The same column: its objects are not entries, so none is removed."""
+        """Return this column: its objects are not entries, so none is removed."""
         items = None if kwargs else self._flat()
         return super().empty(recurse, **kwargs) if items is None else type(self).of(items)
 
@@ -121,9 +121,9 @@ class Column(NonTensorStack):
         pad: int | bool | None = None,
         update_batch_size: bool = False,
     ) -> Any:
-        """Rows of this column where ``condition`` holds, rows of ``other`` elsewhere.
+        """Return rows of this column where ``condition`` is true, and rows of ``other`` elsewhere.
 
-        An environment that resets some of its rows merges every column this way at every step.
+        An environment that resets some of its rows merges every column in this way at every step.
         """
         mine = self._flat()
         theirs = other._flat() if isinstance(other, Column) else None
@@ -164,13 +164,13 @@ class Column(NonTensorStack):
         return super().__getitem__(index)
 
     def unbind(self, dim: int = 0) -> tuple[NonTensorData, ...]:
-        """The rows as separate cells."""
+        """Return the rows as separate cells."""
         if self.__dict__["_items"] is None or dim not in (0, -1):
             return super().unbind(dim)
         return tuple(cell(x) for x in self.__dict__["_items"])
 
-    # A column has no device, no lock of its own over immutable cells, and no names: tensordict asks
-    # each of these for every leaf at every step, and the inherited methods build the cells.
+    # A column has no device, no lock of its own, and no names. tensordict reads these for every
+    # leaf at every step, and the inherited methods would build the cells.
     @property
     def device(self) -> None:
         """Always ``None``."""
@@ -200,7 +200,7 @@ class Column(NonTensorStack):
     _is_shared = _is_memmap = property(lambda self: False, lambda self, value: None)
 
     def to(self, *args: Any, **kwargs: Any) -> Column:
-        """Itself: objects have no device, no dtype and no dimension names."""
+        """Return the column itself: objects have no device, no dtype and no dimension names."""
         return self
 
     rename_ = refine_names = to
@@ -225,7 +225,7 @@ class Column(NonTensorStack):
 
 
 def set_as_column(self: Any, key: str, value: Any, **how: Any) -> Any:
-    """``_set_str`` of tensorclasses of columns: a list of one value per row becomes a column.
+    """Implement ``_set_str`` for tensorclasses of columns: a list of values becomes a column.
 
     TorchRL's ``step_mdp`` reads a column through its tensorclass, which returns a list, and sets
     that list in place of the column.
@@ -246,7 +246,7 @@ def _reduce_column(column: Column) -> tuple:
 
 
 def rebuild_column(items: list[Any]) -> Column:
-    """A column from its pickle."""
+    """Restore a column from its pickle."""
     return Column.of(items)
 
 
@@ -258,21 +258,21 @@ reduction.register(Column, _reduce_column)
 
 
 def cell_node(chat: Chat) -> TensorDict:
-    """A tensordict of batch size ``[]`` around one cell."""
+    """Make a tensordict of batch size ``[]`` from one cell."""
     return new_node({"messages": cell(chat)})
 
 
 def row_node(column: Column) -> TensorDict:
-    """A tensordict of batch size ``[B]`` around a column of cells."""
+    """Make a tensordict of batch size ``[B]`` from a column of cells."""
     return TensorDict._new_unsafe(source={"messages": column}, batch_size=column.batch_size)
 
 
 def build_node(fields: dict[str, Any], batch: tuple[int, ...] | None) -> TensorDictBase:
-    """The tensordict of a message, a conversation, or a batch of conversations.
+    """Build the tensordict of a message, a conversation, or a batch of conversations.
 
     Args:
         fields: name to value, to a list of values, or to nested lists.
-        batch: the requested batch size, ``None`` for the one that the values imply.
+        batch: the requested batch size; ``None`` derives it from the values.
 
     Raises:
         DataError: lengths or batch size do not fit.

@@ -1,7 +1,7 @@
-"""Column names of public datasets: finding columns, and reading conversations from cells.
+"""Finds columns by the usual names of public datasets, and reads conversations from cells.
 
 Next: :class:`torchrl_llm.data.demonstrations.Demonstrations` and
-:class:`torchrl_llm.envs.datasets.RowsEnv` read rows by them.
+:class:`torchrl_llm.envs.datasets.RowsEnv` read rows with these functions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PROMPTS = ("prompt", "question", "query", "problem", "instruction", "input")
 """Default columns of the user's message; the first one that exists is used."""
 
 MESSAGES = ("messages", "conversations")
-"""Columns that hold whole conversations, likewise."""
+"""Default columns of whole conversations; the first one that exists is used."""
 
 _BEFORE = ("system", "history")
 
@@ -28,26 +28,26 @@ _SHAREGPT |= dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model"), "assista
 
 
 def first_column(row: Mapping[str, Any], names: Iterable[str]) -> str | None:
-    """The first of some names that is a column of a row, ``None`` if none is.
+    """Return the first of the names that is a column of a row; ``None`` if none is.
 
     Args:
         row: of the table.
-        names: in their order.
+        names: names in the order of preference.
     """
     return next((name for name in names if name in row), None)
 
 
 def prompt_columns(row: Mapping[str, Any], named: str | None = None) -> tuple[str, ...]:
-    """The columns that make up the user's message.
+    """Return the columns that form the user's message.
 
-    The ``input`` (Alpaca) or ``context`` (Dolly) follows its ``instruction``.
+    ``input`` (Alpaca) or ``context`` (Dolly) follows ``instruction``.
 
     Args:
         row: of the table.
-        named: a column that the user named; it is then the only one.
+        named: a column that the user named; no other column is then returned.
 
     Returns:
-        Names; empty if no column has a usual name of a prompt.
+        The names; empty if no column has a usual name of a prompt.
     """
     found = named or first_column(row, PROMPTS)
     below = first_column(row, ("input", "context"))
@@ -57,14 +57,14 @@ def prompt_columns(row: Mapping[str, Any], named: str | None = None) -> tuple[st
 
 
 def columns_before(row: Mapping[str, Any], *used: str | None) -> tuple[str, ...]:
-    """The columns with messages before the user's message, as in some Alpaca rows.
+    """Return the columns with messages before the user's message, as in some Alpaca rows.
 
     Args:
         row: of the table.
-        used: columns that are something else.
+        used: columns that have a different use.
 
     Returns:
-        ``system`` (a text) and ``history`` (earlier turns), those that exist.
+        ``system`` (a text) and ``history`` (earlier turns), if they exist.
     """
     return tuple(name for name in _BEFORE if name in row and name not in used)
 
@@ -72,15 +72,16 @@ def columns_before(row: Mapping[str, Any], *used: str | None) -> tuple[str, ...]
 def joined_prompt(
     row: Mapping[str, Any], columns: Sequence[str], before: Sequence[str] = ()
 ) -> Any:
-    """The prompt of a row: its cells, joined by an empty line if there are several.
+    """Return the prompt of a row: its cells, joined by an empty line if there are several.
 
     Args:
         row: of the table.
-        columns: of :func:`prompt_columns`.
-        before: of :func:`columns_before`; if one of them is not empty, messages are returned.
+        columns: result of :func:`prompt_columns`.
+        before: result of :func:`columns_before`. If one of these cells is not empty, messages are
+            returned.
 
     Raises:
-        DataError: a column before the prompt holds neither text nor turns, or the prompt has a
+        DataError: a column before the prompt contains neither text nor turns, or the prompt has a
             different system message.
     """
     parts = [row.get(name) for name in columns]
@@ -100,7 +101,7 @@ def joined_prompt(
 
 
 def _earlier(name: str, value: Any) -> list[dict[str, Any]]:
-    """The messages in a cell of ``system`` or ``history``."""
+    """Read the messages in a cell of ``system`` or ``history``."""
     if isinstance(value, str) and name == "system":
         return [{"role": name, "content": value}] if value.strip() else []
     value = _loaded(value) if isinstance(value, str) and value.strip() else value
@@ -125,11 +126,11 @@ def _text(role: str, content: Any) -> dict[str, Any]:
 
 
 def check_named(row: Mapping[str, Any], **named: str | None) -> None:
-    """Raise for named columns that do not exist.
+    """Check that named columns exist.
 
     Args:
         row: of the table.
-        named: key of the group ``data`` to its column name; ``None`` if it is not set.
+        named: column name for each key of the group ``data``; ``None`` if the key is not set.
 
     Raises:
         DataError: a column is missing; the error names the existing ones.
@@ -140,7 +141,7 @@ def check_named(row: Mapping[str, Any], **named: str | None) -> None:
 
 
 def as_messages(value: Any, role: str | None = None) -> list[dict[str, Any]]:
-    """The messages in a cell of a table.
+    """Read the messages in a cell of a table.
 
     Args:
         value: a list of messages, each with ``role`` and ``content``, or ``from`` and ``value``
@@ -165,7 +166,7 @@ def as_messages(value: Any, role: str | None = None) -> list[dict[str, Any]]:
 
 
 def chat_in(value: Any) -> list[dict[str, Any]] | None:
-    """The messages in a cell, plain or as JSON; ``None`` if it holds anything else.
+    """Read the messages in a cell, plain or as JSON; ``None`` for any other content.
 
     Args:
         value: of a table.
@@ -179,7 +180,7 @@ def chat_in(value: Any) -> list[dict[str, Any]] | None:
 
 
 def as_mappings(value: Any, expected: str) -> list[Mapping[str, Any]]:
-    """A list of mappings, from a list or from JSON.
+    """Read a list of mappings, from a list or from JSON.
 
     Args:
         value: of a table.
@@ -196,11 +197,11 @@ def as_mappings(value: Any, expected: str) -> list[Mapping[str, Any]]:
 
 
 def as_tools(value: Any) -> list[dict[str, Any]]:
-    """The tools in a cell of a table, in the form that chat templates need.
+    """Read the tools in a cell of a table, in the form that chat templates need.
 
     Args:
-        value: a list of schemas, as a list or as JSON; a schema may lack the
-            ``{"type": "function", "function": ...}`` around it.
+        value: a list of schemas, as a list or as JSON; the outer ``{"type": "function", "function":
+            ...}`` of a schema may be missing.
 
     Raises:
         DataError: anything else.
@@ -219,7 +220,7 @@ def as_tools(value: Any) -> list[dict[str, Any]]:
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message in the form of this package, from ShareGPT's form or OpenAI's older calls."""
+    """Convert a message of ShareGPT, or with OpenAI's older calls, to this package's form."""
     message = dict(message)
     if "from" in message and "value" in message:
         role, value = message.pop("from"), message.pop("value")
@@ -234,7 +235,7 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _calls(value: Any) -> list[Any]:
-    """The calls in a message of the role ``function_call``: one or a list."""
+    """Read the calls in a message of the role ``function_call``: one or a list."""
     calls = _loaded(value) if isinstance(value, str) else value
     calls = [calls] if isinstance(calls, Mapping) else calls
     return as_mappings(calls, "a tool call as JSON, with name and arguments")

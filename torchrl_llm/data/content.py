@@ -1,8 +1,8 @@
-"""Items of a multimodal content: texts, pictures, files, calls, as users write and read them.
+"""Items of a multimodal content (texts, pictures, files, calls), as users write and read them.
 
-Messages store each as a dict, which templates, JSON and processors receive unchanged.
+Messages store each item as a dict, which templates, JSON and processors receive unchanged.
 
-Next: :mod:`torchrl_llm.data.messages` has the message around them.
+Next: :mod:`torchrl_llm.data.messages` defines messages.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class ContentBase(TensorClass["nocast", "shadow"]):
     Args:
         type: ``"text"``, ``"image"``, ``"audio"``, ``"video"``, ``"file"`` or ``"function_call"``.
         text: the text of a text item.
-        url: where the data is.
-        data: the data itself, encoded as a string, or an object that a processor takes.
+        url: address of the data.
+        data: the data itself, encoded as a string, or an object for a processor.
         mime_type: for instance ``"image/png"``.
         name: name of a file.
         size: size of a file in bytes.
@@ -59,14 +59,14 @@ class ContentBase(TensorClass["nocast", "shadow"]):
 
 
 class ContentItem(dict):
-    """The stored form of a :class:`ContentBase`: its fields that have a value."""
+    """The stored form of a :class:`ContentBase`: the fields that have a value."""
 
     def __reduce__(self) -> tuple:
         return rebuild_content, (dict(self),)
 
 
 def rebuild_content(fields: dict[str, Any]) -> ContentItem:
-    """A part of a message's content from its pickle."""
+    """Restore a part of a message's content from its pickle."""
     return ContentItem(fields)
 
 
@@ -74,7 +74,7 @@ _FIELDS = tuple(ContentBase.__dataclass_fields__)
 
 
 def content_items(part: ContentBase | Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The dicts that a message stores for one part of its content, or for a stack of parts."""
+    """Return the dicts that a message stores for one part of its content, or for a stack."""
     if not isinstance(part, ContentBase):
         return [part]
     if part.batch_dims:
@@ -84,7 +84,7 @@ def content_items(part: ContentBase | Mapping[str, Any]) -> list[Mapping[str, An
 
 
 def as_written(content: Any) -> Any:
-    """The content of a message in its original form, which may be a :class:`ContentBase`."""
+    """Return a message's content in its original form, which may be a :class:`ContentBase`."""
     if not isinstance(content, list) or not content:
         return content
     if not all(isinstance(item, ContentItem) for item in content):

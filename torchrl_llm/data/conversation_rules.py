@@ -1,6 +1,6 @@
 """Rules for training conversations: order of turns, calls and results, flags.
 
-Not here: how rows of a table become messages (``torchrl_llm.data.column_names``). Next:
+``torchrl_llm.data.column_names`` converts rows of a table to messages. Next:
 :class:`torchrl_llm.data.demonstrations.Demonstrations` applies these rules to each row.
 """
 
@@ -22,7 +22,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles of the messages of a conversation."""
 
 FLAGS = ("weight", "train")
-"""Flags of an assistant message, whether it is learned: 1 or ``True``, 0 or ``False``."""
+"""Flags of an assistant message: learned if 1 or ``True``, not learned if 0 or ``False``."""
 
 Messages = Sequence[Mapping[str, Any]]
 _TEXTS = {"content", "text", *REASONING_KEYS}
@@ -31,15 +31,15 @@ _MARK = re.compile("Qz[0-9]+zQ$")
 
 
 def check_conversation(messages: Messages) -> None:
-    """Reject a conversation with nothing to learn, or one that cannot have taken place.
+    """Reject a conversation that has nothing to learn or is impossible.
 
     Args:
         messages: canonical messages.
 
     Raises:
-        DataError: an unknown role, no turn of the assistant, an empty turn, two of the assistant in
-            a row, a system message that is not the first, a call whose arguments are not a JSON
-            object, a call without its result, or a result without its call.
+        DataError: an unknown role, no assistant turn, an empty turn, two consecutive assistant
+            turns, a system message that is not the first message, a call whose arguments are not a
+            JSON object, a call without a result, or a result without a call.
     """
     before = None
     for number, message in enumerate(messages):
@@ -77,9 +77,9 @@ def _has_arguments(call: Mapping[str, Any]) -> bool:
 
 
 def _check_results(messages: Messages) -> None:
-    """Each call except a final one needs a result; ids of results must be ids of calls.
+    """Check that each call, except a final one, has a result, and that results match calls.
 
-    Calls that are written in a text are not found, so results without an id may answer them.
+    Calls inside a text are not found, so results without an id may belong to them.
     """
     ids: list[Any] = []
     caller = 0
@@ -105,14 +105,14 @@ def _check_results(messages: Messages) -> None:
 
 
 def learned_turns(messages: Messages) -> list[bool]:
-    """Which turns of the assistant are learned: all except those flagged with 0 or ``False``.
+    """Return which assistant turns are learned: all except those flagged 0 or ``False``.
 
     Args:
         messages: canonical messages.
 
     Raises:
-        DataError: a different value, a message of a different role that is flagged to be learned,
-            or no turn is left.
+        DataError: a flag has a different value, a message of a different role is flagged as
+            learned, or no turn is left.
 
     Example:
         >>> turn = {"role": "assistant", "content": "a"}
@@ -138,7 +138,7 @@ def learned_turns(messages: Messages) -> list[bool]:
 
 
 def keep_turns(assistant: Tensor, learned: Sequence[bool]) -> Tensor:
-    """Tokens of the turns that are learned.
+    """Return which tokens belong to learned turns.
 
     Args:
         assistant: bool ``[T]``, the tokens of all turns of the assistant.
@@ -164,7 +164,7 @@ def keep_turns(assistant: Tensor, learned: Sequence[bool]) -> Tensor:
 
 
 def with_marks(messages: Messages) -> list[dict[str, Any]]:
-    """The messages with a unique mark at the end of the longest line of each text.
+    """Add a unique mark at the end of the longest line of each text.
 
     Args:
         messages: canonical messages.
@@ -198,7 +198,8 @@ def _longest_line(text: str) -> str:
 def check_written(messages: Messages, text: str) -> None:
     """Reject a rendering that lacks content, reasoning or a call of its messages.
 
-    White space, and the escapes that JSON needs, may differ. Each text needs a separate place.
+    White space, and the escapes that JSON needs, may differ. Each text must have its own place in
+    the rendering.
 
     Args:
         messages: canonical messages, with or without the marks of :func:`with_marks`.
@@ -210,11 +211,11 @@ def check_written(messages: Messages, text: str) -> None:
     lines = []
     for number, message in enumerate(messages):
         for value in texts_of(message):
-            parts = _THINK.split(value)[::2]  # some templates cut off all but the last
+            parts = _THINK.split(value)[::2]  # some templates remove all but the last
             is_reasoning = value == reasoning_of(message)
             lines += [(number, _longest_line(each), True) for each in parts[:-1]]
             lines.append((number, _longest_line(parts[-1]), is_reasoning))
-    # The longest first, so that a text is not found inside a longer one.
+    # Search for the longest text first, so that a text is not found inside a longer one.
     for number, line, is_thought in sorted(lines, key=lambda each: -len(each[1])):
         escaped = (json.dumps(line, ensure_ascii=ascii)[1:-1] for ascii in (True, False))
         found = next((form for form in (line, *escaped) if form in text), None)

@@ -1,13 +1,13 @@
-"""Demonstrations: conversations of a table, as token ids with a mask of those to be learned.
+"""Demonstrations: conversations of a table, as token ids with a mask of the learned tokens.
 
 The learned tokens are the text, reasoning and calls of the assistant in every turn, and the token
 that ends the turn. A turn with ``weight`` 0 or ``train`` false is left out. In the assistant's
 turns, the text of a special token that was added to the tokenizer becomes that token; elsewhere it
 is plain text.
 
-Not here: how rows are read (:mod:`torchrl_llm.data.row_files`), and which conversations are
-rejected (:mod:`torchrl_llm.data.conversation_rules`). Next: :class:`torchrl_llm.objectives.SFTLoss`
-trains on them.
+:mod:`torchrl_llm.data.row_files` reads the rows, and :mod:`torchrl_llm.data.conversation_rules`
+rejects invalid conversations. Next: :class:`torchrl_llm.objectives.SFTLoss` trains on
+demonstrations.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from torchrl_llm.errors import ConfigError, DataError, TemplateError, TokenizerE
 COMPLETIONS = ("completion", "response", "output", "solution", "answer", "target", "label")
 """Default columns of the answer to learn; the first one that exists is used."""
 
-# Shown part of a demonstration: characters at its beginning and at its end.
+# Number of shown characters at the beginning and at the end of a demonstration.
 _SHOWN = 1200, 400
 
 
 class DemonstrationColumns(NamedTuple):
-    """The columns that make up a conversation.
+    """The columns that form a conversation.
 
     Attributes:
-        prompt: those with the user's message, joined by an empty line; a value may also be the
+        prompt: columns of the user's message, joined by an empty line; a value may also be the
             messages before the answer.
-        completion: with the answer, or the messages of it.
-        messages: with whole conversations, instead of the two.
-        tools: with the tools of a conversation, in the rows that have some.
-        before: with messages before the prompt, or before the whole conversation.
+        completion: column of the answer, or of its messages.
+        messages: column of whole conversations, instead of ``prompt`` and ``completion``.
+        tools: column of the tools of a conversation; a row may have none.
+        before: columns of messages before the prompt, or before the whole conversation.
     """
 
     prompt: tuple[str, ...] = ()
@@ -72,21 +72,21 @@ class DemonstrationColumns(NamedTuple):
         messages: str | None = None,
         tools: str | None = None,
     ) -> Self:
-        """The named columns, or those with usual names.
+        """Find the named columns, or columns with usual names.
 
-        Without names, it looks for ``messages`` and ``conversations``, then for a prompt and a
-        completion. ``input`` or ``context`` next to ``instruction`` is a part of the prompt, and
-        ``system`` and ``history`` precede it; ``system`` may also precede a whole conversation.
+        Without names, the method looks for ``messages`` and ``conversations``, then for a prompt
+        and a completion. ``input`` or ``context`` next to ``instruction`` is a part of the prompt,
+        and ``system`` and ``history`` precede it; ``system`` may also precede a whole conversation.
 
         Args:
-            row: the first of the table.
-            prompt: as named by the user, ``None`` to look for one.
-            completion: likewise.
-            messages: likewise, instead of the two.
-            tools: likewise; ``tools`` without a name.
+            row: the first row of the table.
+            prompt: column that the user named; ``None`` looks for one.
+            completion: as ``prompt``.
+            messages: as ``prompt``; replaces ``prompt`` and ``completion``.
+            tools: as ``prompt``; the default is ``tools``.
 
         Raises:
-            ConfigError: ``messages`` and one of the two.
+            ConfigError: ``messages`` is given together with ``prompt`` or ``completion``.
             DataError: a column does not exist.
 
         Example:
@@ -117,13 +117,13 @@ class DemonstrationColumns(NamedTuple):
         return cls(asked, said, tools=tools, before=before)
 
     def read(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The messages of a row.
+        """Read the messages of a row.
 
         Args:
             row: of the table.
 
         Raises:
-            DataError: a value that holds no messages.
+            DataError: a value contains no messages.
         """
         wanted = (*self.prompt[:1], self.completion) if self.messages is None else (self.messages,)
         for name in wanted:
@@ -143,7 +143,7 @@ class DemonstrationColumns(NamedTuple):
         return found
 
     def read_tools(self, row: Mapping[str, Any]) -> list[Any] | None:
-        """The tools of a row, ``None`` if it has none.
+        """Read the tools of a row; ``None`` if it has none.
 
         Args:
             row: of the table.
@@ -160,9 +160,9 @@ class Demonstration(NamedTuple):
 
     Attributes:
         token_ids: int64 ``[T]``.
-        learned: bool ``[T]``, the tokens of the assistant; none of them if the conversation was
-            dropped.
-        overlong: it was longer than the limit.
+        learned: bool ``[T]``, true for the learned tokens of the assistant; all false if the
+            conversation was dropped.
+        overlong: whether it was longer than the limit.
     """
 
     token_ids: Tensor
@@ -170,32 +170,32 @@ class Demonstration(NamedTuple):
     overlong: bool
 
     def row(self) -> TensorDict:
-        """Its row for a loss, batch size ``[]``."""
+        """Return its row for a loss, batch size ``[]``."""
         return TensorDict(
             tokens={"full": self.token_ids}, masks={"all_assistant_mask": self.learned}
         )
 
 
 class Demonstrations(Sequence[Demonstration]):
-    """The rows of a table as demonstrations, each made when it is read.
+    """The rows of a table as demonstrations; each is made when it is read.
 
     Args:
         rows: of the table.
-        formatter: encodes; holds tokenizer and chat template.
+        formatter: encodes conversations; has the tokenizer and the chat template.
         columns: names of the columns of a conversation.
-        name: of the table, for errors.
+        name: name of the table, for errors.
         first_row: number of its first row, for errors.
-        held_out: whether its rows are held out; errors then mention it.
-        system_prompt: first message of every conversation; ``None`` keeps the rows unchanged.
+        held_out: whether its rows are held out, for errors.
+        system_prompt: system message to put first in every conversation; ``None`` adds none.
         max_seq_len: most tokens of a conversation; ``None`` for no limit.
-        on_overlong: how a longer one is handled: ``"error"``, ``"drop"``, or ``"truncate"``, which
-            keeps its first tokens.
+        on_overlong: what happens to a longer conversation: ``"error"``, ``"drop"``, or
+            ``"truncate"``, which keeps its first tokens.
 
     Raises:
-        DataError: when a row is read that cannot be used: no turn of the assistant, an empty one,
-            roles in an impossible order, a message that the template cannot express, tools with a
-            template that has no form for calls, or too many tokens. It names file and line if rows
-            come from a file.
+        DataError: a row that is read cannot be used: no assistant turn, an empty turn, roles in an
+            impossible order, a message that the template cannot express, tools with a template that
+            has no form for calls, or too many tokens. The error names file and line if rows come
+            from a file.
 
     Example:
         >>> from transformers import AutoTokenizer
@@ -230,7 +230,7 @@ class Demonstrations(Sequence[Demonstration]):
         return len(self.rows)
 
     def messages(self, index: int) -> list[dict[str, Any]]:
-        """The conversation of a row, checked.
+        """Return the checked conversation of a row.
 
         Args:
             index: of the row.
@@ -252,7 +252,7 @@ class Demonstrations(Sequence[Demonstration]):
         return messages
 
     def tools(self, index: int) -> list[dict[str, Any]] | None:
-        """The tools of a row, ``None`` for none.
+        """Return the tools of a row; ``None`` if it has none.
 
         Args:
             index: of the row.
@@ -283,7 +283,7 @@ class Demonstrations(Sequence[Demonstration]):
         except (DataError, TemplateError, TokenizerError) as error:
             raise DataError(f"{self.where(index)}: {error}") from error
         ids = encoded.token_ids
-        learned[:1] = False  # no token before it could predict it
+        learned[:1] = False  # no earlier token could predict it
         length, limit = ids.shape[0], self.max_seq_len
         if limit is None or length <= limit:
             return Demonstration(ids, learned, False)
@@ -297,7 +297,7 @@ class Demonstrations(Sequence[Demonstration]):
         return Demonstration(ids[:kept], learned[:kept], True)
 
     def where(self, index: int) -> str:
-        """The position of a row: its file and line, or its number.
+        """Return the location of a row: its file and line, or its number.
 
         Args:
             index: of the row.
@@ -306,18 +306,18 @@ class Demonstrations(Sequence[Demonstration]):
         return f"{place} (held out)" if self._held_out else place
 
     def check(self, most: int) -> int:
-        """Read the first rows, to report a bad one before anything else is done.
+        """Check the first rows, to report an invalid row early.
 
         The conversations of all rows in memory are checked, which takes little time.
 
         Args:
-            most: how many rows are tokenized at most.
+            most: most rows to tokenize.
 
         Returns:
-            How many of these are overlong.
+            The number of overlong rows among these.
 
         Raises:
-            DataError: a row is bad, or none of them has anything to learn.
+            DataError: a row is invalid, or no row has anything to learn.
         """
         overlong, left = 0, 0
         for index in range(min(most, len(self))):
@@ -335,7 +335,7 @@ class Demonstrations(Sequence[Demonstration]):
         return overlong
 
     def show(self, index: int) -> str:
-        """A row as the model sees it, with ``[[`` and ``]]`` around the learned parts.
+        """Return a row as the model reads it, with ``[[`` and ``]]`` around the learned parts.
 
         Args:
             index: of the row.
@@ -358,10 +358,10 @@ class Demonstrations(Sequence[Demonstration]):
 
 
 def learned_rows(demonstrations: Iterable[Demonstration]) -> LazyStackedTensorDict | None:
-    """Rows for a loss, except those without learned tokens; ``None`` if none is left.
+    """Return rows for a loss, except rows without learned tokens; ``None`` if none is left.
 
     Args:
-        demonstrations: of a batch.
+        demonstrations: demonstrations of a batch.
     """
     rows = [each.row() for each in demonstrations if bool(each.learned.any())]
     return lazy_rows(rows) if rows else None

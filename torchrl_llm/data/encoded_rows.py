@@ -1,6 +1,6 @@
-"""Ids and assistant masks of rows that hold only conversations, as in a dataset.
+"""Ids and assistant masks of rows that contain only conversations, as in a dataset.
 
-Rows from a policy already have the sampled ids: they are never encoded again.
+Rows from a policy already have the sampled ids, and are never encoded again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torchrl_llm.data.text import ChatFormatter
 from torchrl_llm.errors import ConfigError
 
 # Arguments that TorchRL's losses and transforms pass to `apply_chat_template`, with their fixed
-# values here.
+# values in torchrl_llm.
 _ALWAYS = {
     "tokenize": True,
     "return_assistant_tokens_mask": True,
@@ -45,11 +45,12 @@ def encode_rows(chats: Sequence[Any], formatter: ChatFormatter | None, asker: st
 
     Args:
         chats: ``B`` conversations, :class:`~torchrl_llm.data.chat.Chat` or lists of messages.
-        formatter: encodes; ``None`` if neither model nor user gave a tokenizer.
+        formatter: encodes conversations; ``None`` if neither the model nor the user provides a
+            tokenizer.
         asker: name of the caller in the error.
 
     Raises:
-        ConfigError: without a formatter.
+        ConfigError: there is no formatter.
     """
     if formatter is None:
         raise ConfigError(
@@ -62,11 +63,11 @@ def encode_rows(chats: Sequence[Any], formatter: ChatFormatter | None, asker: st
 def row_formatter(
     model: Any, tokenizer: Any, settings: Mapping[str, Any] | None
 ) -> ChatFormatter | None:
-    """The model's own formatter, unless the arguments describe a different one.
+    """Return the model's own formatter, unless the arguments describe a different one.
 
     Args:
         model: the scorer; its ``formatter`` or ``tokenizer`` is used.
-        tokenizer: encodes instead of the model's.
+        tokenizer: tokenizer to use instead of the model's.
         settings: keyword arguments of :class:`~torchrl_llm.data.text.ChatFormatter`. Other
             arguments that TorchRL passes to ``apply_chat_template`` are accepted if they equal the
             fixed values.
@@ -75,7 +76,7 @@ def row_formatter(
         ``None`` if there is no tokenizer.
 
     Raises:
-        ConfigError: for settings that are not supported, or that come without a tokenizer.
+        ConfigError: settings are not supported, or there is no tokenizer.
     """
     settings = _checked(settings or {})
     if tokenizer is None and not settings:

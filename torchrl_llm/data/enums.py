@@ -1,6 +1,6 @@
 """The small integer codes that are stored with tokens and rows.
 
-They are ``IntEnum`` members so that a tensor of codes can be compared with them directly:
+The codes are ``IntEnum`` members, so that a tensor of codes can be compared with them directly:
 ``trace.source == Source.SAMPLED``.
 """
 
@@ -17,7 +17,8 @@ __all__ = ["FinishReason", "MaskReason", "Source", "TruncationReason"]
 class _Code(IntEnum):
     """An ``IntEnum`` that is pickled by its value, also in Python 3.11.0 to 3.11.3.
 
-    These versions pickle ``getattr(class, name)`` by default, which checkpoints and wires reject.
+    These versions pickle ``getattr(class, name)`` by default, which the readers of checkpoints and
+    of packed rows reject.
     """
 
     def __reduce_ex__(self, protocol: object) -> tuple[type[IntEnum], tuple[int]]:
@@ -36,11 +37,11 @@ class Source(_Code):
     SAMPLED = 3
     """Sampled by the policy in some turn; the only tokens with a log-prob."""
     FORCED = 4
-    """Put into the model's turn without sampling (a prefill)."""
+    """Written into the model's turn without sampling (a prefill)."""
 
 
 class MaskReason(_Code):
-    """Why a token is not part of the loss (stored as int8); 0 means that it is."""
+    """Why a token is not part of the loss (stored as int8); 0 means that it is part of it."""
 
     TRAINED = 0
     NOT_SAMPLED = 1
@@ -62,17 +63,17 @@ class FinishReason(_Code):
 
     @property
     def whole(self) -> bool:
-        """The model ended it."""
+        """Whether the model itself ended the response."""
         return self in (FinishReason.STOP, FinishReason.TOOL_CALLS)
 
     @property
     def cut(self) -> bool:
-        """It reached its token limit before the model ended it."""
+        """Whether the response reached its token limit before the model ended it."""
         return self is FinishReason.LENGTH
 
     @classmethod
     def cut_rows(cls, codes: Tensor) -> Tensor:
-        """Which responses were cut.
+        """Return which responses were cut.
 
         Args:
             codes: integer codes of any shape.

@@ -1,7 +1,7 @@
-"""Logs failures of rewards, tools and worlds: the first of each kind, with its traceback.
+"""Logs failures of rewards, tools and environments: the first of each kind, with traceback.
 
-A failure is data, a row with its error, so no run ends because of it. Nobody reads that data during
-a run, so the log shows it too: the traceback that Python would have printed, and the row.
+A failure is stored in its row, so it does not end the run. Because nobody reads the rows during a
+run, the log shows the failure too: the traceback that Python would have printed, and the row.
 
 Next: :mod:`torchrl_llm.trainers.reward_watch` counts failures over a run.
 """
@@ -30,7 +30,7 @@ ERROR_KEYS = ("type", "message", "place", "source", "traceback")
 """Keys of rows under ``"error"``: the fields of a :class:`Failure`, in their order."""
 
 WORLD = "environment"
-"""``Failure.source`` of failures in the world that a model acts in."""
+"""``Failure.source`` of failures in the environment."""
 
 PROGRAM = "program"
 """``Failure.source`` of a program with its own loop (:mod:`torchrl_llm.gateway`)."""
@@ -43,7 +43,7 @@ _LIBRARIES = tuple(
 _LONGEST_MESSAGE = 2000
 _LONGEST_TRACEBACK = 4000
 _MOST_FRAMES = 30
-# A reward that gives each of its errors a new name must not fill the log.
+# A limit, so that a reward whose errors all have different names does not fill the log.
 _MOST_KINDS = 100
 _said: set[tuple[str, str, str]] = set()
 _lock = threading.Lock()
@@ -64,11 +64,11 @@ class Failure(NamedTuple):
 
     Attributes:
         kind: name of the exception's type; empty if nothing failed.
-        message: its text, at most 2,000 characters.
-        place: where it was raised, see :func:`place_of`.
-        source: the part that failed: ``"reward"``, ``"component 'NAME'"`` of a reward,
-            ``"tool 'NAME'"`` or ``"environment"``.
-        traceback: as Python prints it, without the frames of this package.
+        message: text of the exception, at most 2,000 characters.
+        place: location where it was raised, see :func:`place_of`.
+        source: the component that failed: ``"reward"``, ``"component 'NAME'"`` of a reward, ``"tool
+            'NAME'"`` or ``"environment"``.
+        traceback: traceback as Python prints it, without the frames of this package.
     """
 
     kind: str = ""
@@ -79,10 +79,10 @@ class Failure(NamedTuple):
 
     @classmethod
     def of(cls, error: BaseException, source: str = "reward") -> Failure:
-        """The failure of an exception.
+        """Make the failure of an exception.
 
         Args:
-            error: with its traceback.
+            error: exception with its traceback.
             source: the part that raised it.
 
         Example:
@@ -91,7 +91,7 @@ class Failure(NamedTuple):
         """
         try:
             message = str(error)
-        except BaseException:  # even ``str`` of an exception can raise
+        except BaseException:  # ``str`` of an exception can also raise
             message = ""
         kind = type(error).__name__
         return cls(kind, _short(message), place_of(error), source, _printed(error))
@@ -100,7 +100,7 @@ class Failure(NamedTuple):
     def told(
         cls, kind: str, message: str, frames: Sequence[Frame] = (), source: str = "reward"
     ) -> Failure:
-        """The failure of an exception in a different process, or one without an exception.
+        """Make the failure of an exception in a different process, or without an exception.
 
         Args:
             kind: name of its type.
@@ -119,13 +119,13 @@ class Failure(NamedTuple):
         return cls(kind, _short(message), place_among(frames), source, text)
 
     def __str__(self) -> str:
-        """Its traceback; without one, its kind, message and place."""
+        """Return its traceback, or its kind, message and place without one."""
         where = f" at {self.place}" if self.place else ""
         return self.traceback or f"{self.kind}: {self.message}{where}"
 
     @property
     def sort(self) -> tuple[str, str, str]:
-        """The key that equal failures share: source, type and place."""
+        """The key of equal failures: source, type and place."""
         return self.source, self.kind, self.place
 
 
@@ -134,14 +134,14 @@ NO_FAILURE = Failure(source="")
 
 
 def place_of(error: BaseException) -> str:
-    """Where an exception was raised, in the user's own code if that was run.
+    """Return where an exception was raised, in the user's own code if possible.
 
     Args:
         error: with its traceback.
 
     Returns:
         ``"<file>:<line>, in <function>"``; empty for this package's errors about the return value
-        of a user's function, which have no such place.
+        of a user's function, which belong to no line.
 
     Example:
         >>> place_of(ValueError("never raised"))
@@ -156,7 +156,7 @@ def place_of(error: BaseException) -> str:
 
 
 def place_among(frames: Sequence[Frame]) -> str:
-    """The innermost frame outside of libraries, or the innermost of all.
+    """Return the innermost frame outside of libraries, or else the innermost frame.
 
     Args:
         frames: file, line and function of each, the innermost last.
@@ -179,7 +179,7 @@ def _printed(error: BaseException) -> str:
     told = traceback.TracebackException.from_exception(error, limit=-_MOST_FRAMES)
     ours = isinstance(error, TorchRLLLMError) and not _of_user(told.stack)
     _leave_out_ours(told)
-    # A long message must not displace its type or the frames above it.
+    # A long message must not push out its type or the frames above it.
     return _last("".join(map(_short, told.format(chain=not ours))).rstrip("\n"))
 
 
@@ -191,7 +191,7 @@ def _leave_out_ours(told: traceback.TracebackException) -> None:
 
 
 def _of_user(stack: traceback.StackSummary | None) -> traceback.StackSummary | None:
-    """The frames that are not of this package; ``None`` without any."""
+    """Return the frames outside of this package; ``None`` if there are none."""
     own = [frame for frame in stack or () if not frame.filename.startswith(_OURS)]
     return traceback.StackSummary.from_list(own) if own else None
 
@@ -203,25 +203,25 @@ def _short(text: str) -> str:
 
 
 def _last(text: str) -> str:
-    """The end of a traceback, where the innermost frames and the exception are."""
+    """Return the end of a traceback, which contains the innermost frames and the exception."""
     if len(text) > _LONGEST_TRACEBACK:
         text = "..." + text[3 - _LONGEST_TRACEBACK :]
     return _storable(text)
 
 
 def _storable(text: str) -> str:
-    """A text without passwords, and without lone surrogates, which cannot be stored."""
+    """Remove passwords, and lone surrogates (which cannot be stored), from a text."""
     return "\n".join(map(masked, text.encode("utf-8", "replace").decode().split("\n")))
 
 
 def failures_of(row: TensorDictBase) -> list[Failure]:
-    """Failures in a collected row: of its reward or world, of parts of the reward, of tools.
+    """Return a row's failures: of reward, environment, components of the reward, and tools.
 
     Args:
         row: without batch dimension.
 
     Returns:
-        One failure of each sort.
+        One failure of each kind.
 
     Example:
         >>> from tensordict import TensorDict
@@ -256,8 +256,8 @@ def tell_failures(
     """Log failures of rows, each kind once per process.
 
     Args:
-        failures: those without a type are ignored.
-        row_of: index of a failure to the row that it happened in, without batch dimension.
+        failures: failures; those without a kind are ignored.
+        row_of: function from the index of a failure to its row, without batch dimension.
         num_rows: rows of the batch.
     """
     if not any(failure.kind for failure in failures):
@@ -283,7 +283,7 @@ def tell_failures(
 
 
 def tell_failures_of(rows: Sequence[TensorDictBase]) -> None:
-    """Log failures in collected rows, because collectors may log on different machines.
+    """Log failures of collected rows in this process; collectors may run on other machines.
 
     Args:
         rows: each without batch dimension.
@@ -295,5 +295,5 @@ def tell_failures_of(rows: Sequence[TensorDictBase]) -> None:
 def _shown(row_of: Callable[[int], TensorDictBase], index: int) -> str:
     try:
         return row_text(row_of(index))
-    except Exception as error:  # showing a failure must not cause a new one
+    except Exception as error:  # logging a failure must not cause a new one
         return f"  (the row cannot be shown: {type(error).__name__}: {error})"

@@ -1,8 +1,8 @@
-"""Conversations with a batch: build, index, extend, render with a template, read back.
+"""Batches of conversations: build, index, extend, render with a template, read back.
 
 A :class:`History` looks like a tensor of messages: a message has shape ``[]``, a conversation
-``[T]``, a batch ``[*B, T]``, or ``[*B, -1]`` where the number of messages differs. It is stored as
-one immutable :class:`~torchrl_llm.data.chat.Chat` per conversation, in a node of ``batch_size``
+``[T]``, a batch ``[*B, T]``, or ``[*B, -1]`` if the number of messages differs. It stores one
+immutable :class:`~torchrl_llm.data.chat.Chat` per conversation, in a node of ``batch_size``
 ``[*B]``.
 
 Next: :mod:`torchrl_llm.data.text.templates` finds templates,
@@ -38,35 +38,38 @@ from torchrl_llm.errors import DataError, TokenizerError
 
 
 class History(HistoryFields, HistoryGrid, TensorClass["nocast"]):
-    """Conversations, one per row.
+    """A message, a conversation, or a batch of conversations (one per row).
 
-    ``History(role=..., content=...)`` makes one message, or with lists one conversation, or with
-    nested lists a batch of them; :meth:`from_chats` takes message dicts and :meth:`of` chats.
-    Messages are read by ``role``, ``content``, ``is_complete``, ``tool_calls`` and
-    ``tool_responses``: one value for a message, a list for a conversation, nested for a batch.
+    ``History(role=..., content=...)`` makes one message, with lists a conversation, with nested
+    lists a batch of conversations. :meth:`from_chats` takes message dicts, and :meth:`of` takes
+    chats. Read messages by ``role``, ``content``, ``is_complete``, ``tool_calls`` and
+    ``tool_responses``: each is one value for a message, a list for a conversation, and nested lists
+    for a batch.
 
-    Shape, indices and torch functions address batch and messages; messages are the last dimension:
-    ``h[0]`` is a conversation, ``h[..., -1]`` the last message of each and ``h[..., :-1]`` all but
-    that, ``torch.cat([h, g], -1)`` joins messages and ``h.unbind(-1)`` takes them apart. ``shape``
-    ends with -1 where the number of messages differs; functions that need equal numbers then raise.
-    ``batch_size`` is the same, without the -1. ``==`` compares message by message, or row by row
-    where their number differs.
+    Shape, indices and torch functions refer to the batch and to messages, which are the last
+    dimension. ``h[0]`` is a conversation, ``h[..., -1]`` the last message of each conversation, and
+    ``h[..., :-1]`` all other messages. ``torch.cat([h, g], -1)`` joins messages, and
+    ``h.unbind(-1)`` splits them. ``shape`` ends with -1 if the number of messages differs;
+    functions that need equal numbers then raise. ``batch_size`` is ``shape`` without the -1. ``==``
+    compares message by message, or row by row if the number of messages differs.
 
-    A conversation never changes: a message, a slice and a mask are copies. ``append`` and
-    ``extend`` on a row (``h[0]``, ``h.unbind(0)``, ``for row in h``) grow it in its batch too.
+    A conversation never changes: an index, a slice or a mask returns a copy. ``append`` and
+    ``extend`` on a row (``h[0]``, ``h.unbind(0)``, ``for row in h``) also change the row in its
+    batch.
 
     Args:
-        role: who speaks; ``"system"``, ``"user"``, ``"assistant"``, ``"tool"`` or any other name.
+        role: author of the message: ``"system"``, ``"user"``, ``"assistant"``, ``"tool"`` or any
+            other name.
         content: a string, a :class:`ContentBase` (one item or a stack ``[N]``), or a list of
             content items, which may be dicts.
-        is_complete: whether the message was ended, by its end-of-turn token for instance.
+        is_complete: whether the message has ended, for example by its end-of-turn token.
         tool_calls: ``{"name", "arguments"}`` mappings, with or without the ``"function"`` level.
-        tool_responses: results that a message of role tool carries next to its content.
-        tool_call_id: which call a tool message answers.
+        tool_responses: results in a message of role ``"tool"``, besides its content.
+        tool_call_id: id of the call that a tool message answers.
         name: name of the speaker or tool.
         reasoning_content: reasoning, for templates that write it separately from the content.
-        batch_size: ``[n]`` for lists of ``n`` values makes a batch of single messages of them,
-            which counts as a conversation wherever one is expected.
+        batch_size: with ``[n]``, lists of ``n`` values make a batch of single messages, which is
+            accepted as a conversation where one is expected.
 
     Attributes:
         messages: the stored cells; read :attr:`chats` instead.
@@ -86,7 +89,7 @@ class History(HistoryFields, HistoryGrid, TensorClass["nocast"]):
 
     @classmethod
     def of(cls, chats: Iterable[Chat]) -> History:
-        """A batch of conversations, batch size ``[B]``; their token records are kept."""
+        """Make a batch of conversations, batch size ``[B]``; keeps their token records."""
         return cls._from_tensordict(cells.row_node(Column.of(chats)))
 
     @classmethod
@@ -98,14 +101,14 @@ class History(HistoryFields, HistoryGrid, TensorClass["nocast"]):
 
     @classmethod
     def from_chats(cls, chats: Sequence[Mapping[str, Any]] | Sequence[Sequence[Any]]) -> History:
-        """Conversations from message dicts.
+        """Make conversations from message dicts.
 
         Args:
-            chats: a list of messages (shape ``[T]``), a list of such lists (``[B, T]``), or lists
-                of these, equally long (``[*B, T]``).
+            chats: a list of messages (shape ``[T]``), a list of such lists (``[B, T]``), or nested
+                lists of equal length (``[*B, T]``).
 
         Raises:
-            DataError: a message has no role, or a content of the wrong form.
+            DataError: a message has no role, or its content has the wrong form.
 
         Example:
             >>> History.from_chats([{"role": "user", "content": "Hi"}]).content
@@ -130,18 +133,19 @@ class History(HistoryFields, HistoryGrid, TensorClass["nocast"]):
         *,
         strict: bool = False,
     ) -> History:
-        r"""Read rendered text back into messages, to the character.
+        r"""Parse rendered text into messages, exact to the character.
 
-        The template is chosen as for :meth:`apply_chat_template`. A last turn without its end mark
-        gets ``is_complete=False``; a trailing generation prompt adds no message; tool calls are
-        removed from the content. To read sampled text, prefer its token ids.
+        The template is chosen as in :meth:`apply_chat_template`. A last turn without its end mark
+        gets ``is_complete=False``. A generation prompt at the end adds no message. Tool calls are
+        removed from the content. For sampled text, use its token ids instead if possible.
 
         Args:
             text: one text (result: batch size ``[]``) or several (``[B]``).
-            chat_template_name: name of the template that wrote the text; ChatML without any.
+            chat_template_name: name of the template that wrote the text; ChatML by default.
             chat_template: its Jinja text.
-            tokenizer: its tokenizer; names the end-of-sequence token of families that use it.
-            strict: raise on text that can be read in two ways.
+            tokenizer: its tokenizer, which defines the end-of-sequence token if the family uses
+                one.
+            strict: raise if the text can be read in two ways.
 
         Raises:
             TemplateError: the template has no inverse parser, or the text is not of this template.
@@ -160,12 +164,12 @@ class History(HistoryFields, HistoryGrid, TensorClass["nocast"]):
 
     @classmethod
     def default_spec(cls, shape: Any = (-1,), example: Chat | None = None) -> Composite:
-        """Spec of a history.
+        """Return the spec of a history.
 
         Args:
             shape: the batch and one dynamic dimension for the messages, ``(*B, -1)``.
-            example: a conversation that ``rand`` and ``zero`` return; it must be one that an
-                environment can step. A greeting by default.
+            example: the conversation that ``rand`` and ``zero`` return; a greeting by default. An
+                environment must be able to step it.
         """
         shape = torch.Size(shape)[:-1]
         if example is None:
@@ -177,7 +181,7 @@ class History(HistoryFields, HistoryGrid, TensorClass["nocast"]):
 
     @property
     def chats(self) -> list[Chat]:
-        """The conversations, batch dimensions flattened in row-major order."""
+        """The conversations, with batch dimensions flattened in row-major order."""
         return grids.flattened(grids.cells_of(self._tensordict), self._tensordict.batch_dims)
 
     role = read_field("role", "Who speaks in each message.")
@@ -193,7 +197,7 @@ class History(HistoryFields, HistoryGrid, TensorClass["nocast"]):
     )
 
     def conversations(self) -> list[Chat]:
-        """The conversations; single messages along the last dimension count as one."""
+        """The conversations; a batch of single messages counts as one conversation."""
         return grids.conversations(self._tensordict)[1]
 
     # -- growing ----------------------------------------------------------------------------------
@@ -201,13 +205,13 @@ class History(HistoryFields, HistoryGrid, TensorClass["nocast"]):
     def append(
         self, history: History | Mapping[str, Any], *, inplace: bool = True, dim: int = -1
     ) -> History:
-        """Add one message to each conversation, or with ``dim=0`` one conversation to a batch.
+        """Append one message to each conversation, or with ``dim=0`` a conversation to a batch.
 
         Args:
             history: one message for a conversation, ``[B]`` messages for ``[B]`` conversations (a
-                conversation of ``B`` messages counts as these), or a message dict.
-            inplace: change this history (by giving it a new column) and return it.
-            dim: the dimension over batch and messages along which it is added.
+                conversation of ``B`` messages is also accepted), or a message dict.
+            inplace: change this history (its column is replaced) and return it.
+            dim: the dimension along which to append; batch and messages count as dimensions.
 
         Raises:
             ValueError: the number of messages differs from the number of conversations.
@@ -233,13 +237,13 @@ class History(HistoryFields, HistoryGrid, TensorClass["nocast"]):
         return self._grown(batch, [a + b for a, b in zip(chats, added, strict=True)], inplace)
 
     def extend(self, history: History, *, inplace: bool = True, dim: int = 0) -> History:
-        """Add the messages, or the rows, of another history with as many dimensions.
+        """Append the messages, or the rows, of another history with as many dimensions.
 
         Args:
             history: the messages or rows to add.
             inplace: change this history and return it.
-            dim: dimension over batch and messages: 0 is the messages of one conversation, or the
-                rows of a batch; -1 is always the messages.
+            dim: the dimension along which to append. 0 means the messages of one conversation, or
+                the rows of a batch; -1 always means the messages.
 
         Raises:
             ValueError: the shapes do not fit, or rows are added to a row of another batch.
@@ -304,41 +308,44 @@ class History(HistoryFields, HistoryGrid, TensorClass["nocast"]):
     ) -> Any:
         r"""Render the conversations with a chat template, and tokenize them on request.
 
-        The template is the first of: ``chat_template``, ``chat_template_name``, one registered by
-        :func:`add_chat_template` for the model, the tokenizer's own, the built-in one of the
-        model's family, ChatML. Messages of role ``"<none>"`` are left out. A last assistant message
-        with ``is_complete=False`` is left open. In token ids, special-token strings inside contents
-        are plain characters.
+        The method uses the first available template of: ``chat_template``, ``chat_template_name``,
+        a template registered by :func:`add_chat_template` for the model, the tokenizer's own, the
+        built-in one of the model's family, ChatML. Messages of role ``"<none>"`` are left out. A
+        last assistant message with ``is_complete=False`` is left open. In token ids, special-token
+        strings inside contents are plain characters.
 
         Args:
-            tokenizer: needed for ids; for text, only if no template or name of one is given.
+            tokenizer: required for ids; for text, required only without ``chat_template`` and
+                ``chat_template_name``.
             add_generation_prompt: end with the header of the model's turn.
             chat_template: a Jinja text.
             chat_template_name: name of a template.
-            continue_final_message: end with the content of the last message, its turn left open.
-            tokenize: ids instead of text; by default when a mask, tensors or a dict are requested.
+            continue_final_message: end with the content of the last message, without closing its
+                turn.
+            tokenize: return ids instead of text; by default if a mask, tensors or a dict are
+                requested.
             padding: pad the rows to one length on the tokenizer's side.
             truncation: cut rows to ``max_length`` (the tokenizer's by default) on its side.
-            max_length: tokens, for truncation and ``padding="max_length"``.
+            max_length: length in tokens for truncation and ``padding="max_length"``.
             return_tensors: ``"pt"`` for tensors if ``return_dict=False``.
-            return_dict: a TensorDict with ``input_ids`` (int64), ``attention_mask`` (bool) and
-                ``assistant_masks`` (bool), each ``[T]``; default when ids are requested.
-            return_assistant_tokens_mask: also the mask of the assistant's words, their end-of-turn
-                tokens included, whether or not the template has ``{% generation %}``.
+            return_dict: return a TensorDict with ``input_ids`` (int64), ``attention_mask`` (bool)
+                and ``assistant_masks`` (bool), each ``[T]``; the default if ids are requested.
+            return_assistant_tokens_mask: also return the mask of the assistant's words, including
+                end-of-turn tokens, with or without ``{% generation %}`` in the template.
             tools: JSON schemas or documented functions.
-            strict: reject contents that read back as different messages (built-in families).
+            strict: reject contents that would be parsed as different messages (built-in families).
             **template_variables: variables of the template, such as ``enable_thinking``; a name
-                that the template does not use is an error.
+                that the template does not use raises an error.
 
         Returns:
-            Text: a string, for a batch a list. Ids with ``return_dict``: a TensorDict, for a batch
-            a lazy stack of rows, or a dense ``[B, T]`` TensorDict when padded. Without: lists of
-            ids, or tensors.
+            Text: a string, or a list for a batch. Ids with ``return_dict``: a TensorDict; for a
+            batch, a lazy stack of rows, or a dense ``[B, T]`` TensorDict if padded. Ids without
+            ``return_dict``: lists of ids, or tensors.
 
         Raises:
-            TemplateError: no template; a message that it rejects or cannot express; an unknown
-                argument.
-            TokenizerError: ids without a fast tokenizer.
+            TemplateError: there is no template, it rejects or cannot express a message, or an
+                argument is unknown.
+            TokenizerError: ids are requested without a fast tokenizer.
 
         Example:
             >>> h = History(role=["user", "assistant"], content=["Hi", "Hello"])
@@ -417,7 +424,7 @@ def _init(
     object.__setattr__(self, "_non_tensordict", {})
 
 
-# The tensorclass decorator writes its own operators into the class, so these are set after it.
+# The tensorclass decorator writes its own operators into the class, so these are assigned after it.
 History.__init__ = _init
 History.__deepcopy__ = lambda self, memo: self.clone()  # cells never change; no link to a batch
 History._set_str = cells.set_as_column

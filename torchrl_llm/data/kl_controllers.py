@@ -1,4 +1,4 @@
-"""Coefficients of a KL penalty: constant, or adapted so that the divergence stays at a target."""
+"""Coefficients of a KL penalty: constant, or adapted to keep the divergence at a target."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from torchrl_llm.functional import adapted_kl_coefficient
 class KLController(ABC):
     """The coefficient of a divergence penalty, updated from measured divergences.
 
-    Pass one to a KL transform as its coefficient: every batch of rows is penalised with the current
-    ``coef``, then :meth:`update` receives the divergences of these rows.
+    Pass a controller to a KL transform as its coefficient. The transform penalises every batch of
+    rows with the current ``coef``, then calls :meth:`update` with the divergences of these rows.
 
     Args:
         coef: the first coefficient.
-        model: an object whose ``kl_coef`` is kept equal to the coefficient.
+        model: an object whose ``kl_coef`` is always set to the coefficient.
 
     Attributes:
         coef: the current coefficient.
@@ -48,15 +48,15 @@ class KLController(ABC):
         """Update the coefficient from measured divergences.
 
         Args:
-            kl_values: one per response, in nats: divergence of the sampling policy from the
-                reference.
+            kl_values: one value per response, in nats: the divergence of the sampling policy from
+                the reference.
 
         Returns:
             The new coefficient.
         """
 
     def state_dict(self) -> dict[str, float]:
-        """The current coefficient."""
+        """Return the current coefficient."""
         return {"coef": self.coef}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
@@ -86,24 +86,26 @@ class ConstantKLController(KLController):
 
 
 class AdaptiveKLController(KLController):
-    r"""Raises the coefficient while the divergence is above a target, lowers it while below.
+    r"""Raises the coefficient if the divergence is above a target, and lowers it if below.
 
-    arXiv:1909.08593 section 2.2, with the gain :math:`K_\beta = n / \mathrm{horizon}` of that
-    paper's code for an update of ``n`` responses, so that an update counts in proportion to its
-    number of responses, regardless of the batch size. Here the gain is at most 1: one update
-    changes the coefficient by at most a fifth, whereas the paper's code could change its sign.
+    The rule is that of arXiv:1909.08593, section 2.2. As in the code of the paper, the gain of an
+    update with ``n`` responses is :math:`K_\beta = n / \mathrm{horizon}`. So an update counts in
+    proportion to its number of responses, for any batch size. In torchrl_llm the gain is at most 1,
+    so that one update changes the coefficient by at most a fifth. In the paper's code, an update
+    could change its sign.
 
-    TorchRL's controller of this name takes penalties (divergence times coefficient, negated); this
-    one takes divergences.
+    TorchRL's controller of this name takes penalties (divergence times coefficient, negated). This
+    controller takes divergences.
 
     Args:
         init_kl_coef: the first coefficient, above 0.
         target: the desired divergence, in nats per response; 6 in the paper.
-        horizon: responses over which an error counts in full; 10000 in the paper's code.
-        model: an object whose ``kl_coef`` follows.
+        horizon: number of responses after which an error has its full effect; 10000 in the paper's
+            code.
+        model: an object whose ``kl_coef`` is always set to the coefficient.
 
     Raises:
-        ConfigError: for a coefficient, target or horizon that is not positive.
+        ConfigError: a coefficient, target or horizon is not positive.
 
     Example:
         >>> controller = AdaptiveKLController(init_kl_coef=0.1, target=6.0, horizon=100)
@@ -127,7 +129,7 @@ class AdaptiveKLController(KLController):
         """See :class:`KLController`; an empty sequence changes nothing.
 
         Raises:
-            DataError: when one is NaN or infinite.
+            DataError: a value is NaN or infinite.
         """
         values = [float(value) for value in kl_values]
         if not values:

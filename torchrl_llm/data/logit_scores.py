@@ -1,4 +1,4 @@
-"""Scores of given tokens from logits, for every scorer that has the logits of its model.
+"""Computes scores of given tokens from logits, for scorers that have their model's logits.
 
 :class:`ModuleScorer` makes a scorer from any module that returns logits or a distribution.
 
@@ -26,15 +26,15 @@ from torchrl_llm.functional import entropy_from_logits, restrict_logits, selecti
 
 
 def only_support(extras: ScoreExtras | None, why: str, *, has_logits: bool = True) -> ScoreExtras:
-    """The extras requested from a scorer that has only logits; ``ScoreExtras()`` for none.
+    """Check the extras requested from a scorer with only logits, and return them.
 
     Args:
         extras: as requested.
-        why: reason for this limit, for the error.
-        has_logits: the scorer has them for the whole vocabulary, and knows the greedy token.
+        why: reason for the limit, for the error.
+        has_logits: whether the scorer has logits of the whole vocabulary, and so the greedy token.
 
     Raises:
-        ConfigError: more than the support, or than support and greedy token, is requested.
+        ConfigError: a request is neither the support nor, with ``has_logits``, the greedy token.
     """
     extras = ScoreExtras() if extras is None else extras
     if replace(extras, support=None, greedy=extras.greedy and not has_logits) != ScoreExtras():
@@ -50,14 +50,14 @@ def score_logits(
     entropy: bool = False,
     extras: ScoreExtras,
 ) -> TokenScores:
-    """Scores of tokens from the logits that predict them.
+    """Compute scores of tokens from the logits that predict them.
 
     Args:
         logits_NV: float32 ``[N, V]``.
         targets_N: int64 ``[N]``.
         temperature: a number, or float32 ``[N]``.
         entropy: also return the entropy of each distribution.
-        extras: whose support the distributions are restricted to, and whether the greedy token is
+        extras: the support that restricts the distributions, and whether the greedy token is
             requested.
 
     Example:
@@ -83,12 +83,12 @@ class ModuleScorer(TokenScorer):
     The rows are padded on the right. The module receives
 
     - as a ``TensorDictModule``: ``("tokens", "full")`` and ``"input_ids"``, int64 ``[B, T]``,
-      ``("masks", "all_attention_mask")``, bool, and ``"attention_mask"``, int64; it writes a key
-      whose last part is ``"logits"``, at each position the logits of the next token, as models do;
-    - if it has ``get_dist``: the same; the distribution at each position is the one of the token
-      *at* it, as TorchRL's losses read it;
-    - as any other module: ``input_ids=`` and ``attention_mask=``; it returns logits of the next
-      token, or something that has them as ``logits``.
+      ``("masks", "all_attention_mask")``, bool, and ``"attention_mask"``, int64. It writes a key
+      whose last part is ``"logits"``: at each position the logits of the next token, as models do;
+    - if it has ``get_dist``: the same inputs. The distribution at each position is that of the
+      token *at* this position, as in TorchRL's losses;
+    - as any other module: ``input_ids=`` and ``attention_mask=``. It returns logits of the next
+      token, or an object with the attribute ``logits``.
 
     Args:
         module: the module; it is not changed.
@@ -149,8 +149,8 @@ class ModuleScorer(TokenScorer):
         """See :meth:`~torchrl_llm.data.scoring.TokenScorer.token_scores`.
 
         Raises:
-            ConfigError: for more than the support, for a temperature or support under a
-                distribution without logits, and for logits of another shape.
+            ConfigError: extras other than the support are requested; a temperature or support is
+                given for a distribution without logits; or the logits have a different shape.
         """
         extras = only_support(extras, f"{type(self.module).__name__} gives logits alone")
         weight = next(self.module.parameters(), None)
@@ -218,7 +218,7 @@ def _of_distribution(
     entropy: bool,
     extras: ScoreExtras,
 ) -> TokenScores:
-    """Scores from a distribution that does not expose logits."""
+    """Compute scores from a distribution that does not expose logits."""
     plain = bool((torch.as_tensor(temperature) == 1.0).all())
     if not plain or extras.support is not None or extras.greedy:
         raise ConfigError(
@@ -230,11 +230,11 @@ def _of_distribution(
 
 
 def as_scorer(actor: Any) -> TokenScorer:
-    """The scorer of an actor: the actor itself, or one by its logits, which is logged once.
+    """Return an actor's scorer: the actor itself, or a scorer of its logits (logged once).
 
     Args:
-        actor: a :class:`~torchrl_llm.data.scoring.TokenScorer`, or a module as
-            :class:`ModuleScorer` takes it.
+        actor: a :class:`~torchrl_llm.data.scoring.TokenScorer`, or a module for
+            :class:`ModuleScorer`.
 
     Raises:
         ConfigError: for anything else.

@@ -1,8 +1,8 @@
-"""Message dict: its keys, content items and tool calls, its reasoning and its spoken text.
+"""Functions for message dicts: keys, content items, tool calls, reasoning and spoken text.
 
-A message is a plain dict: ``role``, ``content`` (a string or a list of content items) and, if they
-have a value, ``is_complete`` (only when false), ``tool_calls``, ``tool_responses``,
-``tool_call_id``, ``name``, ``reasoning_content`` and anything else that a template reads.
+A message is a plain dict with ``role`` and ``content`` (a string or a list of content items). It
+may also have ``is_complete`` (only if false), ``tool_calls``, ``tool_responses``, ``tool_call_id``,
+``name``, ``reasoning_content`` and any other key that a template reads.
 
 Next: :mod:`torchrl_llm.data.text` renders messages, and reads them from sampled ids.
 """
@@ -21,18 +21,18 @@ _THINK_MARKS = re.compile("<think>|</think>")
 
 
 def canonical_message(message: Mapping[str, Any], where: str = "message") -> dict[str, Any]:
-    """One message in the form that this package stores; the input is not changed.
+    """Convert one message to the form that this package stores; the input is not changed.
 
-    ``content=None`` becomes ``""``, fields without a value are left out, and tool calls become
-    ``{"type": "function", "function": {"name", "arguments"}}`` (with their ``id`` if they have one)
-    with JSON arguments as a mapping.
+    ``content=None`` becomes ``""``. Fields without a value are left out. Tool calls become
+    ``{"type": "function", "function": {"name", "arguments"}}``, with their ``id`` if they have one;
+    JSON arguments become a mapping.
 
     Args:
         message: a mapping with ``role`` and ``content``.
-        where: names the message in errors.
+        where: name of the message in errors.
 
     Raises:
-        DataError: there is no role, or the content or a tool call has the wrong form.
+        DataError: the message has no role, or its content or a tool call has the wrong form.
 
     Example:
         >>> call = {"name": "add", "arguments": '{"a": 1}'}
@@ -105,7 +105,7 @@ REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 
 def reasoning_of(message: Mapping[str, Any]) -> str | None:
-    """The reasoning of a message, under any of its names."""
+    """Return the reasoning of a message, under any of its names."""
     for key in REASONING_KEYS:
         if isinstance(value := message.get(key), str):
             return value
@@ -113,7 +113,7 @@ def reasoning_of(message: Mapping[str, Any]) -> str | None:
 
 
 def calls_of(message: Mapping[str, Any]) -> list[Any]:
-    """The tool calls of a message; a single one need not be in a list."""
+    """Return the tool calls of a message; a single call need not be in a list."""
     calls = message.get("tool_calls")
     if not calls:
         return []
@@ -121,7 +121,7 @@ def calls_of(message: Mapping[str, Any]) -> list[Any]:
 
 
 def texts_of(message: Mapping[str, Any]) -> list[str]:
-    """Reasoning, text parts and called names of a message: the parts that a template copies."""
+    """Return the parts that a template copies: reasoning, texts and names of called tools."""
     reasoning, content = reasoning_of(message), message.get("content")
     texts = [reasoning] if reasoning else []
     if isinstance(content, str):
@@ -136,12 +136,12 @@ def texts_of(message: Mapping[str, Any]) -> list[str]:
 
 
 def message_text(message: dict[str, Any]) -> str:
-    """The text of a message: the model's raw output if it is known, else its content.
+    """Return the text of a message: the model's raw output if it is known, else its content.
 
     Args:
         message: a message dict. If reasoning or tool calls were split off, ``raw`` (the decoded
-            sample) is the text; else the content is the whole text. The text items of a list
-            content are joined; separate reasoning without ``raw`` is put back in ``<think>`` marks.
+            sample) is the text; otherwise the content is. The text items of a list are joined.
+            Separate reasoning without ``raw`` is added in ``<think>`` marks.
 
     Example:
         >>> message_text({"role": "assistant", "content": "4", "reasoning_content": "2+2"})
@@ -165,15 +165,15 @@ def split_thoughts(text: str) -> list[tuple[str, bool]]:
     """Split a text into thoughts and spoken parts.
 
     A thought is ``<think>`` ... ``</think>``, or the text before a first ``</think>`` without an
-    opening mark, which may be in the prompt. Neither mark opens or ends anything inside double
-    quotes: there it is an argument of a call. A thought that does not end counts as spoken, because
-    a model may call a tool while it thinks.
+    opening mark (which may be in the prompt). Marks inside double quotes are ignored, because they
+    belong to an argument of a call. A thought that does not end counts as spoken, because a model
+    may call a tool while it thinks.
 
     Args:
         text: any text.
 
     Returns:
-        The pieces of the whole text in order, each with whether it is a thought.
+        All pieces of the text in order, each with a flag whether it is a thought.
 
     Example:
         >>> split_thoughts("<think>no</think> yes")
@@ -199,10 +199,9 @@ def split_thoughts(text: str) -> list[tuple[str, bool]]:
 
 
 def _quoted(text: str, seen: int, at: int, quoted: bool) -> bool:
-    """Whether a place is inside a double-quoted string, which ends with its line at the latest.
+    """Return whether a place is inside a double-quoted string, which ends with its line.
 
-    ``quoted`` is the result at ``seen``, so each character is counted once for any number of
-    places.
+    ``quoted`` is the result at the earlier place ``seen``, so each character is read only once.
     """
     line = text.rfind("\n", seen, at) + 1
     begin = line or seen
@@ -211,7 +210,7 @@ def _quoted(text: str, seen: int, at: int, quoted: bool) -> bool:
 
 
 def thoughts_of(message: Mapping[str, Any]) -> list[str]:
-    """Reasoning of a message: its own field, or the text of a ``<think>`` block in its content."""
+    """Return a message's reasoning: its field, or a ``<think>`` block of its content."""
     own = reasoning_of(message)
     content = message.get("content")
     if own or not isinstance(content, str) or "</think>" not in content:
@@ -220,9 +219,9 @@ def thoughts_of(message: Mapping[str, Any]) -> list[str]:
 
 
 def spoken_text(message: Mapping[str, Any]) -> str:
-    """The text of a message without its reasoning: the part that is searched for calls.
+    """Return a message's text without reasoning: the part that is searched for calls.
 
-    Reasoning is the text that was split off as such, and the thoughts that
+    Reasoning is the text that was already split off, and the thoughts that
     :func:`~torchrl_llm.data.messages.split_thoughts` finds.
 
     Example:

@@ -1,8 +1,8 @@
-"""Nodes and cells of rows, without the checks of the public constructors, and memory of rows.
+"""Fast construction of the nodes and cells of rows, without checks, and memory of rows.
 
-A row is a plain tensordict without batch dimension. These few functions build and read its parts at
-a fraction of the cost of tensordict's own functions, and :func:`own_rows` makes rows safe to keep
-for long.
+A row is a plain tensordict without batch dimension. These functions build and read its parts at a
+fraction of the cost of tensordict's own functions. :func:`own_rows` gives rows their own memory, so
+that they can be stored.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from tensordict import NonTensorData, TensorDict, TensorDictBase, is_tensorclass
 from torch import Tensor
 
 Path = tuple[str, ...]
-# Storages of up to this many bytes may be shared: copying flags and ids one by one costs more than
-# the memory that a kept row can waste.
+# Storages of up to this many bytes may be shared, because copying flags and ids one by one costs
+# more than the memory that a stored row can waste.
 SHARED_BYTES = 4096
 _ROW = torch.Size([])
 
 
 def plain_node(value: Any) -> Any:
-    """The tensordict under a tensorclass; anything else unchanged.
+    """Return the tensordict inside a tensorclass, and any other value unchanged.
 
     Args:
         value: a node of a row or batch.
@@ -31,7 +31,7 @@ def plain_node(value: Any) -> Any:
 
 
 def leaf(row: TensorDict, path: Path) -> Any:
-    """The value at a path of a row, or ``None``: ``row.get(path, None)`` at a tenth of its cost.
+    """Return the value at a row's path, or ``None``; costs a tenth of ``row.get(path, None)``.
 
     Args:
         row: a row of plain tensordicts, with or without tensorclasses in it.
@@ -59,10 +59,10 @@ def typed_node(cls: type, node: TensorDictBase) -> Any:
 
 
 def new_node(source: dict[str, Any]) -> TensorDict:
-    """A tensordict without batch dimension over given values, with no check and no conversion.
+    """Make a tensordict without batch dimension from given values, unchecked and unconverted.
 
     Args:
-        source: name to tensor, cell or node; the tensordict keeps this very dict.
+        source: name to tensor, cell or node; the tensordict keeps this dict itself.
     """
     # The same as TensorDict._new_unsafe without its options, at half its cost.
     node = TensorDict.__new__(TensorDict)
@@ -71,10 +71,10 @@ def new_node(source: dict[str, Any]) -> TensorDict:
 
 
 def cell(value: Any) -> NonTensorData:
-    """``NonTensorData(value)`` at a quarter of its cost, for an immutable value.
+    """Make ``NonTensorData(value)`` at a quarter of its cost, for an immutable value.
 
     Args:
-        value: a string, a chat, any object that is never changed.
+        value: a string, a chat, or any other object that never changes.
     """
     new = NonTensorData.__new__(NonTensorData)
     new.__dict__.update(
@@ -86,7 +86,7 @@ def cell(value: Any) -> NonTensorData:
 
 
 def set_copied(row: TensorDict, path: Path, value: Any) -> None:
-    """Set a nested key through copies of the nodes on the way, which other rows may share.
+    """Set a nested key, copying the nodes on its path, because other rows may share them.
 
     Args:
         row: a row without batch dimension; its root is changed.
@@ -111,11 +111,10 @@ def set_copied(row: TensorDict, path: Path, value: Any) -> None:
 
 
 def own_rows(rows: Iterable[TensorDictBase]) -> list[TensorDictBase]:
-    """Give each row its own memory, copying only tensors that are parts of a larger storage.
+    """Give each row its own memory; copy only tensors that are parts of a larger storage.
 
-    A row that is a view keeps its whole batch alive and drags it into every pickle. Storages of up
-    to 4 KiB may stay shared, and a ``response`` that is a view of the end of its ``full`` stays a
-    view.
+    A row of views keeps its whole batch in memory and in every pickle. Storages of up to 4 KiB may
+    stay shared. A ``response`` that is a view of the end of its ``full`` stays a view.
 
     Args:
         rows: tensordicts without batch dimension; their tensors are replaced in place.
@@ -133,7 +132,8 @@ def _own(node: TensorDict) -> None:
     leaves = node._tensordict
     tail = _tail(leaves) if "response" in leaves else 0
     for name, value in leaves.items():
-        # The two common kinds first, by exact type: this loop sees every tensor that is kept.
+        # The two common kinds come first, by exact type, because this loop visits every stored
+        # tensor.
         kind = type(value)
         if kind is Tensor:
             if value.untyped_storage().nbytes() > value.nbytes + SHARED_BYTES and not (
@@ -149,7 +149,7 @@ def _own(node: TensorDict) -> None:
 
 
 def _tail(leaves: dict[str, Any]) -> int:
-    """How many values at the end of ``full`` the response is a view of; 0 if it is not a view."""
+    """Return how many values at the end of ``full`` the response views; 0 if it is no view."""
     full, response = leaves.get("full"), leaves["response"]
     if type(full) is not Tensor or type(response) is not Tensor or not response.nbytes:
         return 0

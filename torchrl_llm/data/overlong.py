@@ -1,14 +1,14 @@
-"""Rows that are too long for training: rejected, dropped, or cut, and how they are reported.
+"""Rows that are too long for training: rejects, drops or cuts them, and reports them.
 
 The length of a row includes prompt, turns and tools. The row of a turn holds the whole conversation
 up to that turn, so a trajectory is checked turn by turn, before its turns are joined. Filters,
 advantage estimators and forward passes receive rows that are already cut.
 
-Not here: prompts that leave no room for an answer, which the policy handles (``on_overlong`` of
+The policy handles prompts that leave no room for an answer (``on_overlong`` of
 :class:`~torchrl_llm.modules.policies.LLMWrapperBase`). Next:
-:class:`~torchrl_llm.trainers.batch_source.BatchSource` counts what is cut.
+:class:`~torchrl_llm.trainers.batch_source.BatchSource` counts the cut tokens.
 
-Shape legend: ``T`` tokens of a row, ``R`` of its response, ``L`` tokens that it may have.
+Shape legend: ``T`` tokens of a row, ``R`` of its response, ``L`` most tokens of a row.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class FittedRows(NamedTuple):
     """A batch after :meth:`LengthRule.fit`.
 
     Attributes:
-        marked: the collected rows, with the tokens that are not trained marked OVERLONG.
-        kept: the rows for training, none above the limit.
-        dropped: for each of these, whether it only fills its place in its group.
+        marked: the collected rows; tokens that are not trained are marked OVERLONG.
+        kept: the rows for training, none longer than the limit.
+        dropped: for each kept row, whether it only counts for the size of its group.
         cut_tokens: sampled tokens that ``kept`` no longer has.
-        overlong: conversations that were too long.
+        overlong: number of conversations that were too long.
     """
 
     marked: list[TensorDict]
@@ -53,7 +53,7 @@ class FittedRows(NamedTuple):
 
     @classmethod
     def of(cls, rows: Sequence[TensorDict]) -> FittedRows:
-        """Rows none of which is too long."""
+        """Return the result for rows of which none is too long."""
         return cls(list(rows), list(rows), [False] * len(rows), 0, 0)
 
 
@@ -64,9 +64,9 @@ class LengthRule:
 
     Attributes:
         max_seq_len: tokens of a row: prompt, turns and tools.
-        on_overlong: ``error`` raises. ``drop`` takes the conversation out of training and out of
-            its group's baseline. ``truncate`` trains its first tokens (:func:`cut_row`), and keeps
-            its reward.
+        on_overlong: ``error`` raises an error. ``drop`` excludes the conversation from training and
+            from its group's baseline. ``truncate`` trains its first tokens (:func:`cut_row`), and
+            keeps its reward.
 
     Raises:
         ConfigError: for a length below 2, or an unknown rule.
@@ -86,10 +86,11 @@ class LengthRule:
         """Check the rows of a batch, one per turn; none of them is changed.
 
         Args:
-            rows: with ``("tokens", "full")``; those of one ``traj_id`` are one conversation.
+            rows: rows with ``("tokens", "full")``; rows with the same ``traj_id`` are one
+                conversation.
 
         Raises:
-            OverlongError: one is too long, under ``error``.
+            OverlongError: a row is too long, under ``error``.
         """
         too_long = [_length(row) > self.max_seq_len for row in rows]
         if not any(too_long):
@@ -126,24 +127,24 @@ class LengthRule:
 
 
 def cut_row(row: TensorDict, max_length: int) -> TensorDict:
-    """The first tokens of a row, with all facts about them and none about the other tokens.
+    """Return the first tokens of a row, with the facts about these tokens only.
 
-    Every per-token fact (:class:`~torchrl_llm.data.token_facts.TokenFact`) is cut, as are the ids
-    of the support and the columns with the names of token columns
-    (``("next", "ref_log_probs", "full")``). Per-token rewards of removed tokens are added to the
-    last remaining token of the response, so the return of each trained token does not change. A
-    reward of the row stays.
+    This cuts every per-token fact (:class:`~torchrl_llm.data.token_facts.TokenFact`), the ids of
+    the support, and the columns with the names of token columns (``("next", "ref_log_probs",
+    "full")``). Per-token rewards of removed tokens are added to the last remaining token of the
+    response, so the return of each trained token does not change. A reward of the whole row does
+    not change.
 
-    The row becomes ``truncated``, for the reason ``MAX_SEQ_LEN`` unless it has one; ``terminated``
-    does not change, because the task was over. ``"cut_tokens"``, int64, says how many sampled
-    tokens were cut off. Text and conversation are left whole.
+    The row becomes ``truncated``, for the reason ``MAX_SEQ_LEN`` unless it already has a reason.
+    ``terminated`` does not change, because the task was over. ``"cut_tokens"``, int64, is the
+    number of removed sampled tokens. Text and conversation are not cut.
 
     Args:
         row: without batch dimension; it is not changed.
         max_length: ``L``, below the length of the row.
 
     Returns:
-        A row that shares its tensors.
+        A row that shares the tensors of the given row.
 
     Example:
         >>> ids = torch.arange(5)
@@ -187,7 +188,7 @@ def cut_row(row: TensorDict, max_length: int) -> TensorDict:
 
 
 def _copy(row: TensorDict) -> TensorDict:
-    """A copy of the row with the same nodes; ``set_copied`` replaces those that it changes."""
+    """Copy the row with the same nodes; ``set_copied`` replaces the nodes that it changes."""
     return new_node(dict(row._tensordict))
 
 
@@ -197,7 +198,7 @@ def _length(row: TensorDict) -> int:
 
 
 def _nodes(row: TensorDict) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """The nodes of a row, including all nodes below ``next``, each with its content."""
+    """Return the nodes of a row, including all nodes below ``next``, each with its content."""
     waiting: list[tuple[Path, Any]] = [((), row)]
     for path, node in waiting:
         inner = plain_node(node)
@@ -208,7 +209,7 @@ def _nodes(row: TensorDict) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 
 def _token_rewards(row: TensorDict, size: int) -> Iterator[tuple[Path, Tensor]]:
-    """Per-token rewards of a response with more than one token."""
+    """Return per-token rewards of a response with more than one token."""
     for path, node in _nodes(row):
         for name, values in node.items() if path[:1] == ("next",) and size > 1 else ():
             named = any("reward" in part for part in (*path, name))
@@ -230,7 +231,7 @@ def _flags(row: TensorDict) -> dict[Path, Tensor]:
 
 
 def _marked(row: TensorDict, start: int) -> TensorDict:
-    """A row whose sampled tokens from ``start`` are overlong; masked ones keep their reason."""
+    """Mark sampled tokens from ``start`` on as overlong; masked tokens keep their reason."""
     row = _copy(row)
     mask_trained(row, MaskReason.OVERLONG, start=start)
     return row

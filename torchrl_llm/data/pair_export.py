@@ -1,7 +1,7 @@
-"""Pairs of a better and a worse answer, from rollouts of a run or answers of an evaluation.
+"""Makes pairs of a better and a worse answer, from a run's rollouts or an evaluation's answers.
 
-The reward ranks them; only answers to the same prompt are compared. ``torchrl-llm export --pairs``
-is the command, :mod:`torchrl_llm.data.chat_export` reads and writes.
+The reward ranks the answers, and only answers to the same prompt are compared. ``torchrl-llm export
+--pairs`` is the command. :mod:`torchrl_llm.data.chat_export` reads and writes.
 
 Next: ``torchrl_llm.data.preferences`` reads the pairs.
 """
@@ -29,8 +29,8 @@ class SampledPair:
 
     Attributes:
         chosen: the conversation with the higher reward.
-        rejected: the other.
-        shared: number of messages at the beginning that both have.
+        rejected: the other conversation.
+        shared: number of messages at the beginning that both conversations share.
     """
 
     chosen: SampledChat
@@ -38,7 +38,7 @@ class SampledPair:
     shared: int
 
     def row(self) -> dict[str, Any]:
-        """Its columns: messages, the tools if any, and the difference of the rewards."""
+        """Return its columns: messages, the tools if any, and the difference of the rewards."""
         tools = {"tools": self.chosen.tools} if self.chosen.tools else {}
         return {
             "prompt": self.chosen.messages[: self.shared],
@@ -55,11 +55,11 @@ class PairFilter:
     """Makes pairs of the conversations of each group.
 
     Attributes:
-        which: ``"best-worst"``: the first with the highest and the first with the lowest reward of
-            each group; ``"all"``: every two of a group with different rewards.
-        duplicates: keep pairs that are equal, message for message.
-        counts: after a run ``groups``, ``written``, and how many groups or pairs were left out for
-            each reason.
+        which: ``"best-worst"``: one pair per group, the first conversation with the highest and the
+            first with the lowest reward; ``"all"``: every pair of a group with different rewards.
+        duplicates: keep repeated pairs, which are equal message for message.
+        counts: after the selection: numbers of ``groups``, ``written`` pairs, and groups or pairs
+            left out for each reason.
 
     Example:
         >>> said = [[{"role": "user", "content": "?"}, {"role": "assistant", "content": t}]
@@ -74,10 +74,10 @@ class PairFilter:
     counts: Counter[str] = field(default_factory=Counter)
 
     def __call__(self, chats: Iterable[SampledChat]) -> Iterator[SampledPair]:
-        """The pairs, group by group.
+        """Return the pairs, group by group.
 
         Args:
-            chats: with a reward; those of a group must be adjacent.
+            chats: conversations with a reward; conversations of the same group must be adjacent.
         """
         seen: set[str] = set()
         for _, group in groupby(chats, key=lambda chat: chat.group):
@@ -93,16 +93,16 @@ class PairFilter:
                     yield pair
 
     def _pairs(self, group: Sequence[SampledChat]) -> list[tuple[SampledChat, SampledChat]]:
-        """The pairs to compare, each with the better answer first."""
+        """Return the pairs to compare, each with the better answer first."""
         ranked = sorted(group, key=lambda chat: -chat.reward)
         pairs = list(combinations(ranked, 2))
         if self.which == "best-worst":
             pairs = [(ranked[0], min(group, key=lambda chat: chat.reward))]
-        # Rewards are sums of float32 values, so equal ones may differ slightly.
+        # Rewards are sums of float32 values, so equal rewards may differ slightly.
         return [(a, b) for a, b in pairs if not isclose(a.reward, b.reward, rel_tol=1e-6)]
 
     def _reason(self, pair: SampledPair, seen: set[str]) -> str | None:
-        """Why a pair is left out; ``None`` if it is not."""
+        """Return why a pair is left out; ``None`` if it is kept."""
         row = pair.row()
         if row["chosen"] == row["rejected"]:
             return "pairs of equal answers"

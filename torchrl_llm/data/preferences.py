@@ -1,8 +1,8 @@
 """Preferences of a table: pairs of a chosen and a rejected answer, or answers with a label.
 
-Each answer is a conversation in which only the answer counts; see
+Each answer is a conversation in which only the answer is learned; see
 :class:`~torchrl_llm.data.demonstrations.Demonstrations`. Next:
-:class:`torchrl_llm.objectives.DPOLoss` and related losses compare them.
+:class:`torchrl_llm.objectives.DPOLoss` and related losses compare the answers.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PAIRS = (
 """Default columns of the two answers; the first pair that exists is used."""
 
 LABELS = ("label", "labels", "is_good", "desirable", "kto_tag")
-"""Columns of the label, whether an answer is good, likewise."""
+"""Default columns of the label (whether an answer is good); the first one that exists is used."""
 
 _GOOD = {True: True, False: False, "true": True, "false": False, "1": True, "0": False}
 # Anthropic's hh-rlhf and similar datasets write a conversation as one text.
@@ -51,17 +51,17 @@ _ROLES = {"Human": "user", "Assistant": "assistant"}
 
 
 class PreferenceColumns(NamedTuple):
-    """The columns that make up a preference.
+    """The columns that form a preference.
 
     Attributes:
-        answers: with the two answers, the chosen one first; or with the one answer that has a
+        answers: columns of the two answers, the chosen one first, or of the one answer that has a
             label. An answer is a text, its messages, or the whole conversation.
-        label: with the label, whether the answer is good; ``None`` for pairs.
-        prompt: those of the prompt, joined by an empty line; none if each answer is a whole
+        label: column of the label (whether the answer is good); ``None`` for pairs.
+        prompt: columns of the prompt, joined by an empty line; none if each answer is a whole
             conversation.
-        margin: with a number, how much better the chosen answer is.
-        tools: with the tools of a conversation, in the rows that have some.
-        before: with messages before the prompt.
+        margin: column of a number: how much better the chosen answer is.
+        tools: column of the tools of a conversation; a row may have none.
+        before: columns of messages before the prompt.
     """
 
     answers: tuple[str, ...]
@@ -84,20 +84,22 @@ class PreferenceColumns(NamedTuple):
         margin: str | None = None,
         tools: str | None = None,
     ) -> Self:
-        """The named columns, or those with usual names.
+        """Find the named columns, or columns with usual names.
 
         Args:
-            row: the first of the table.
-            prompt: as named by the user, ``None`` to look for one; a column of messages is one.
-            chosen: likewise.
-            rejected: likewise.
-            completion: likewise; the one answer of a row, instead of the two.
-            label: likewise.
-            margin: likewise; without a name ``margin``, if rows have it.
-            tools: likewise.
+            row: the first row of the table.
+            prompt: column that the user named; ``None`` looks for one. It may be a column of
+                messages.
+            chosen: as ``prompt``.
+            rejected: as ``prompt``.
+            completion: as ``prompt``; the one answer of a row, instead of ``chosen`` and
+                ``rejected``.
+            label: as ``prompt``.
+            margin: as ``prompt``; the default is ``margin``, if rows have it.
+            tools: as ``prompt``.
 
         Raises:
-            ConfigError: half of a pair, or a pair and a label.
+            ConfigError: only one of ``chosen`` and ``rejected`` is given, or a pair and a label.
             DataError: a column does not exist.
 
         Example:
@@ -143,13 +145,13 @@ class PreferenceColumns(NamedTuple):
         return cls(answers, label, asked, margin, tools, before)
 
     def read(self, row: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
-        """The conversation of each answer; only the answer in it is learned.
+        """Read the conversation of each answer; only the answer in it is learned.
 
         Args:
             row: of the table.
 
         Raises:
-            DataError: a value that holds no messages, or no prompt.
+            DataError: a value contains no messages, or there is no prompt.
         """
         prompt, said = self.parts(row)
         asked = [{**m, "train": False} if m["role"] == "assistant" else m for m in prompt]
@@ -158,7 +160,7 @@ class PreferenceColumns(NamedTuple):
     def parts(
         self, row: Mapping[str, Any]
     ) -> tuple[list[dict[str, Any]], list[list[dict[str, Any]]]]:
-        """The messages before the answers, and the messages of each answer.
+        """Return the messages before the answers, and the messages of each answer.
 
         Args:
             row: of the table.
@@ -198,7 +200,7 @@ class PreferenceColumns(NamedTuple):
         return chat_in(value) or as_messages(value, "user")
 
     def read_label(self, row: Mapping[str, Any]) -> bool:
-        """Whether the answer of a row is a good one.
+        """Return whether the answer of a row is good.
 
         Args:
             row: of the table.
@@ -214,7 +216,7 @@ class PreferenceColumns(NamedTuple):
         return found
 
     def read_margin(self, row: Mapping[str, Any]) -> float:
-        """How much better the chosen answer of a row is, 0 if it is not given.
+        """Return how much better the chosen answer of a row is; 0 if not given.
 
         Args:
             row: of the table.
@@ -233,7 +235,7 @@ class PreferenceColumns(NamedTuple):
 
 
 def _said(name: str, value: Any) -> list[dict[str, Any]]:
-    """The messages that a column of answers holds."""
+    """Return the messages in a column of answers."""
     if value is None or value in ("", []):
         raise DataError(f"the column {name!r} is empty")
     if isinstance(value, Mapping):
@@ -243,7 +245,7 @@ def _said(name: str, value: Any) -> list[dict[str, Any]]:
 
 
 def _dialogue(text: str) -> list[dict[str, Any]] | None:
-    """The messages of a text with ``Human:`` and ``Assistant:``; ``None`` if it is not one."""
+    """Parse a text with ``Human:`` and ``Assistant:``; return ``None`` for other texts."""
     parts = _TURN.split(text)
     if len(parts) < 3 or parts[0].strip() or parts[1] != "Human":
         return None
@@ -253,10 +255,10 @@ def _dialogue(text: str) -> list[dict[str, Any]] | None:
 
 
 def shared_messages(conversations: Sequence[Sequence[Any]]) -> int:
-    """The number of messages that all have at their beginning, before the last assistant turn.
+    """Return the number of equal messages at the beginning, before the last assistant turn.
 
     Args:
-        conversations: whole ones, each a list of messages.
+        conversations: whole conversations, each a list of messages.
     """
     shared = 0
     for at, messages in enumerate(zip(*conversations, strict=False)):
@@ -283,7 +285,7 @@ def _check_prompt(prompt: Sequence[Any], begin: Sequence[Any]) -> None:
 
 
 class _Side:
-    """The columns of one answer of each row, as those of demonstrations."""
+    """The columns of one answer of each row, in the form of demonstrations."""
 
     def __init__(self, columns: PreferenceColumns, number: int) -> None:
         self._columns, self._number, self.tools = columns, number, columns.tools
@@ -300,10 +302,10 @@ class Preference(NamedTuple):
     """A row as tokens.
 
     Attributes:
-        index: of the row; the answers of a pair share it.
-        answers: the chosen and the rejected one, or the one that has a label.
-        good: whether each of them is good.
-        margin: how much better the chosen one is.
+        index: index of the row; the answers of a pair share it.
+        answers: the chosen and the rejected answer, or the one answer with a label.
+        good: whether each answer is good.
+        margin: how much better the chosen answer is.
     """
 
     index: int
@@ -317,7 +319,7 @@ class Preference(NamedTuple):
         return all(bool(answer.learned.any()) for answer in self.answers)
 
     def rows(self) -> Iterator[TensorDict]:
-        """Its rows for a loss, batch size ``[]``."""
+        """Return its rows for a loss, batch size ``[]``."""
         index = torch.tensor(self.index)
         for answer, good in zip(self.answers, self.good, strict=True):
             row = answer.row()
@@ -327,16 +329,16 @@ class Preference(NamedTuple):
 
 
 class Preferences(Sequence[Preference]):
-    """The rows of a table as preferences, each made when it is read.
+    """The rows of a table as preferences; each is made when it is read.
 
     Args:
         rows: of the table.
-        formatter: encodes; holds tokenizer and chat template.
+        formatter: encodes conversations; has the tokenizer and the chat template.
         columns: names of the columns of a preference.
         settings: further arguments of :class:`~torchrl_llm.data.demonstrations.Demonstrations`.
 
     Raises:
-        DataError: when a row is read that is not a preference; the error names file and line.
+        DataError: a row that is read is not a preference; the error names file and line.
 
     Example:
         >>> from torchrl_llm.modules import load_tokenizer
@@ -373,13 +375,13 @@ class Preferences(Sequence[Preference]):
             raise DataError(f"{self._answers[0].where(index)}: {error}") from error
 
     def check(self, most: int) -> None:
-        """Read the first rows, to report a bad one before anything else is done.
+        """Check the first rows, to report an invalid row early.
 
         Args:
-            most: how many at most.
+            most: most rows to check.
 
         Raises:
-            DataError: a row is bad, or none of them has anything to learn.
+            DataError: a row is invalid, or no row has anything to learn.
         """
         for answers in self._answers:
             answers.check(most)
@@ -390,7 +392,7 @@ class Preferences(Sequence[Preference]):
             )
 
     def show(self, index: int) -> str:
-        """A row as the model sees it, with ``[[`` and ``]]`` around the compared parts.
+        """Return a row as the model reads it, with ``[[`` and ``]]`` around the compared parts.
 
         Args:
             index: of the row.
@@ -402,10 +404,10 @@ class Preferences(Sequence[Preference]):
 
 
 def preference_rows(preferences: Iterable[Preference]) -> LazyStackedTensorDict | None:
-    """Rows for a loss, except those with a dropped answer; ``None`` if none is left.
+    """Return rows for a loss, except rows with a dropped answer; ``None`` if none is left.
 
     Args:
-        preferences: of a batch.
+        preferences: preferences of a batch.
     """
     rows = [row for each in preferences if each.is_whole for row in each.rows()]
     return lazy_rows(rows) if rows else None

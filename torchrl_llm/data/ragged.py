@@ -1,7 +1,7 @@
 """Rows of different length: one-dimensional lazy stacks of plain tensordicts.
 
-A ragged column lives as one tensor per row. Only these functions build, read, write or pad such
-columns; the design page of the docs has the measurements behind their choices.
+A ragged column is stored as one tensor per row. Only these functions build, read, write or pad such
+columns. The design page of the docs has the measurements that led to this design.
 
 Shape legend: ``B`` rows, ``T_b`` tokens of row ``b``, ``T`` the longest row.
 """
@@ -27,7 +27,7 @@ _BITS = {1: torch.uint8, 2: torch.int16}
 
 @dataclass(slots=True, eq=False)
 class RaggedColumn:
-    """Tensors of one dtype in one tensor; each can be read without the others.
+    """Tensors of one dtype, stored in one tensor; each can be read without the others.
 
     Pickling a tensor costs some 20 microseconds and 400 bytes regardless of its size; in one
     column, a thousand tensors cost as much as one.
@@ -49,10 +49,10 @@ class RaggedColumn:
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> RaggedColumn:
-        """Copy tensors that differ only in their first dimension."""
+        """Copy tensors that differ only in their first dimension into one column."""
         if not tensors:
             return cls(torch.zeros(0), [])
-        # Asking each tensor for its shape takes longer than copying all of them.
+        # Reading the shape of each tensor takes longer than copying all tensors.
         lengths = [t.size(0) for t in tensors] if tensors[0].dim() else []
         if len(set(lengths)) < 2:
             return cls(torch.stack(list(tensors)))
@@ -64,14 +64,14 @@ class RaggedColumn:
             return _rebuilt, (values, self.lengths, dtype)
         if values.is_floating_point() and dtype not in _FLOATS:
             values = values.view(_BITS[dtype.itemsize])
-        # As an array, which takes a tenth of the time.
+        # As an array, this takes a tenth of the time.
         return _rebuilt, (values.numpy(), self.lengths, dtype)
 
     def __len__(self) -> int:
         return self.values.shape[0] if self.lengths is None else len(self.lengths)
 
     def split(self) -> Sequence[Tensor]:
-        """All tensors, views of ``values``."""
+        """Return all tensors, as views of ``values``."""
         return self.values.unbind(0) if self.lengths is None else self.values.split(self.lengths)
 
     def __getitem__(self, index: int) -> Tensor:
@@ -84,13 +84,13 @@ class RaggedColumn:
 
 def _rebuilt(values: Any, lengths: list[int] | None, dtype: torch.dtype) -> RaggedColumn:
     if isinstance(values, numpy.ndarray):
-        # Arrays of Ray's object store are read-only, about which torch would warn.
+        # Arrays of Ray's object store are read-only, and torch would warn about that.
         values = torch.from_numpy(values if values.flags.writeable else values.copy())
     return RaggedColumn(values.view(dtype), lengths)
 
 
 def lazy_rows(rows: Sequence[TensorDictBase]) -> LazyStackedTensorDict:
-    """A one-dimensional lazy stack over the given rows, which are not copied.
+    """Make a one-dimensional lazy stack of the given rows, without a copy.
 
     Args:
         rows: at least one tensordict, all with the same batch size.
@@ -103,7 +103,7 @@ def lazy_rows(rows: Sequence[TensorDictBase]) -> LazyStackedTensorDict:
 
 
 def ragged_rows(columns: Mapping[str, Sequence[Tensor]]) -> LazyStackedTensorDict:
-    """Rows from columns of tensors of any lengths.
+    """Make rows from columns of tensors of any lengths.
 
     Args:
         columns: flat name to ``B`` tensors (``[T_b]`` or scalars), ``B`` at least one and the same
@@ -131,7 +131,7 @@ def _plain(td: Any) -> TensorDictBase:
 
 
 def read_rows(td: Any, key: NestedKey, default: Any = ...) -> list[Tensor]:
-    """The tensors of one column, one per row.
+    """Read the tensors of one column, one per row.
 
     Args:
         td: a tensordict or tensorclass with one batch dimension, ragged (lazy) or dense.
@@ -158,13 +158,13 @@ def read_rows(td: Any, key: NestedKey, default: Any = ...) -> list[Tensor]:
 def row_values(
     td: Any, key: NestedKey, reduce: Callable[[Tensor], Tensor], default: Any = ...
 ) -> Tensor:
-    """One number per row.
+    """Read one number per row.
 
     Args:
         td: as of :func:`read_rows`.
         key: name of the column.
-        reduce: makes a scalar of a row's tensor, as ``torch.sum``; for one element it must return
-            that element, so it is not called if all rows have one.
+        reduce: function from a row's tensor to a scalar, such as ``torch.sum``. For one element it
+            must return that element, because it is not called if all rows have one element.
         default: as of :func:`read_rows`.
 
     Returns:
@@ -179,7 +179,7 @@ def row_values(
     values = read_rows(td, key, default)
     if values is default:
         return default
-    try:  # reducing row by row takes ten times as long
+    try:  # reducing row by row would take ten times as long
         return torch.cat([value.view(1) for value in values])
     except RuntimeError:  # a row with more elements, or none
         return torch.stack([reduce(value) for value in values])
@@ -191,7 +191,7 @@ def _read_lazy(
     path = (rest,) if isinstance(rest, str) else rest
     values = []
     for row in node.tensordicts:
-        # TensorDict.get takes five times as long, and a loss reads nine columns of every row.
+        # TensorDict.get would take five times as long, and a loss reads nine columns of every row.
         value: Any = row
         for name in path:
             if type(value) is not TensorDict:
@@ -215,8 +215,8 @@ def write_rows(td: Any, key: NestedKey, values: Sequence[Tensor]) -> None:
     """Set one tensor per row; the column may be ragged.
 
     Args:
-        td: a tensordict or tensorclass with one batch dimension ``[B]``. A dense one gets a lazy
-            node at the first level of ``key``, which must be nested then.
+        td: a tensordict or tensorclass with one batch dimension ``[B]``. If it is dense, it gets a
+            lazy node at the first level of ``key``, which must be nested.
         key: name of the column.
         values: ``B`` tensors.
 
@@ -249,7 +249,7 @@ def pad_rows(
     Args:
         rows: ``B`` tensors ``[T_b]``.
         value: fills the padding.
-        side: where the padding goes.
+        side: side of the padding.
 
     Returns:
         ``[B, T]`` of the rows' dtype.
@@ -264,7 +264,7 @@ def pad_rows(
 
 
 def are_aligned(columns: Sequence[Tensor], rows: Sequence[Tensor]) -> bool:
-    """Whether a column has one entry for each entry (an id, for example) of each row.
+    """Return whether a column has one entry per entry (an id, for example) of each row.
 
     Args:
         columns: ``B`` tensors ``[T_b, ...]``.
@@ -274,7 +274,7 @@ def are_aligned(columns: Sequence[Tensor], rows: Sequence[Tensor]) -> bool:
 
 
 def unpad_rows(dense: Tensor, mask: Tensor) -> list[Tensor]:
-    """The valid entries of each padded row.
+    """Return the valid entries of each padded row.
 
     Args:
         dense: ``[B, T, ...]``.
@@ -291,11 +291,11 @@ def unpad_rows(dense: Tensor, mask: Tensor) -> list[Tensor]:
 
 
 def spread_rows(rows: Sequence[Tensor], mask: Tensor, value: float | int | bool = 0) -> Tensor:
-    """The inverse of :func:`unpad_rows`.
+    """Pad rows at the given positions: the inverse of :func:`unpad_rows`.
 
     Args:
         rows: ``B`` tensors ``[T_b, ...]``.
-        mask: bool ``[B, T]``, true where the entries of a row belong.
+        mask: bool ``[B, T]``, true at the positions of a row's entries.
         value: fills the padding.
 
     Returns:

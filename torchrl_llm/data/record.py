@@ -1,7 +1,7 @@
-"""The record of a conversation's tokens: ids, and for each id where it came from.
+"""The record of a conversation's tokens: their ids, and the origin of each id.
 
-A :class:`TokenRecord` belongs to one conversation and is immutable. It is stored in the
-:class:`~torchrl_llm.data.chat.Chat` whose first ``num_messages`` messages it encodes, so it is
+A :class:`TokenRecord` belongs to one conversation and is immutable. It encodes the first
+``num_messages`` messages of a :class:`~torchrl_llm.data.chat.Chat`. The chat stores it, so it is
 copied and sent with the chat. Its columns are the wired facts of
 :data:`~torchrl_llm.data.token_facts.FACTS`. Batches of records become the ``tokens``,
 ``log_probs``, ``masks`` and ``trace`` columns (:mod:`torchrl_llm.data.views`).
@@ -31,17 +31,19 @@ class Completion(NamedTuple):
     """One sampled response.
 
     Attributes:
-        token_ids: int64 ``[R]`` on the CPU, every sampled token, including the one that ended it.
-        log_probs: float32 ``[R]`` in nats, log p(x_t | x_<t) under the distribution that was
-            sampled (temperature and truncation applied); greedy: under temperature 1.
-        finish_reason: how it ended, decided by the last id and the length, never by text or pads.
+        token_ids: int64 ``[R]`` on the CPU, every sampled token, including the token that ended the
+                response.
+        log_probs: float32 ``[R]`` in nats, log p(x_t | x_<t) under the sampled distribution (with
+            temperature and truncation); for greedy decoding, at temperature 1.
+        finish_reason: how it ended; determined by the last id and the length, never by text or
+            pads.
         support: the ids that truncation kept for each token, int32 on the CPU; ``None`` if it was
             not requested.
-        versions: int32 ``[R]``, version of the weights that sampled each token, from a backend that
-            counts versions itself because its weights may change within a response; ``None`` if the
-            weight updater counts.
+        versions: int32 ``[R]``, version of the weights that sampled each token, if the backend
+            counts versions (because its weights may change within a response); ``None`` if the
+            weight updater counts versions.
         facts: columns ``[R]`` of further per-token facts on the CPU, by their registered names
-            (:func:`~torchrl_llm.data.token_facts.register_fact`); ``None`` for none.
+            (:func:`~torchrl_llm.data.token_facts.register_fact`), or ``None``.
     """
 
     token_ids: Tensor
@@ -54,27 +56,29 @@ class Completion(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenRecord:
-    """Token ids of one conversation with the provenance of each.
+    """Token ids of one conversation, with the provenance of each id.
 
     Args:
         token_ids: int64 ``[T]``.
         source: int8 ``[T]``, codes of :class:`~torchrl_llm.data.enums.Source`.
-        turn: int16 ``[T]``, the model's turn that sampled the token, counted over the whole
-            conversation, -1 where not sampled.
-        policy_version: int32 ``[T]``, version of the weights that sampled it, -1 where not sampled.
+        turn: int16 ``[T]``, number of the model's turn that sampled the token, counted over the
+            whole conversation; -1 if not sampled.
+        policy_version: int32 ``[T]``, version of the weights that sampled the token; -1 if not
+            sampled.
         log_probs: float32 ``[T]`` in nats, log p(x_t | x_<t) under the sampling distribution; 0.0
-            where not sampled.
-        num_messages: how many messages of the chat these ids encode.
-        finish_reason: how the last response ended; ``None`` while the ids are a prompt.
-        response_start: index of the first token of the last response, ``None`` without one.
-        fork_cause: why these ids do not extend the ids before them; ``None`` if they do.
-        support: the ids that truncated sampling kept for each of the ``T`` tokens (none where not
-            sampled); ``None`` if it was not requested.
-        earlier_turns: number of model turns before a fork dropped their ids; the next turn has at
-            least this number.
+            if not sampled.
+        num_messages: number of messages of the chat that these ids encode.
+        finish_reason: how the last response ended; ``None`` if the ids are a prompt.
+        response_start: index of the first token of the last response; ``None`` if there is no
+                response.
+        fork_cause: the reason why these ids do not extend the earlier ids; ``None`` if they do.
+        support: the ids that truncated sampling kept for each of the ``T`` tokens (none for tokens
+            that were not sampled); ``None`` if the support was not requested.
+        earlier_turns: number of model turns whose ids a fork dropped; the next turn has at least
+            this number.
         facts: columns of facts that were registered with
-            :func:`~torchrl_llm.data.token_facts.register_fact`, by name; one that is missing has
-            its default at every token.
+            :func:`~torchrl_llm.data.token_facts.register_fact`, by name. A missing fact has its
+            default at every token.
 
     Example:
         >>> record = TokenRecord.from_prompt(torch.tensor([5, 6]), torch.tensor([0, 1]), 1)
@@ -97,8 +101,8 @@ class TokenRecord:
     facts: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __reduce__(self) -> tuple:
-        # As arrays: a tensor pickles the whole storage that it is a view of, and takes ten times
-        # as long.
+        # Pickled as arrays: a tensor would pickle the whole storage that it is a view of, and take
+        # ten times as long.
         columns = {name: column.numpy() for name, column in self.columns().items()}
         rest = {
             "num_messages": self.num_messages,
@@ -120,14 +124,14 @@ class TokenRecord:
         fork_cause: str | None = None,
         earlier_turns: int = 0,
     ) -> TokenRecord:
-        """Record of a prompt in which nothing was sampled.
+        """Make the record of a prompt without sampled tokens.
 
         Args:
             token_ids: int64 ``[T]``.
             source: integer codes ``[T]``.
             num_messages: messages that the ids encode.
-            fork_cause: why an earlier record of the same conversation was dropped.
-            earlier_turns: how many of the model's turns that record had.
+            fork_cause: the reason why an earlier record of the same conversation was dropped.
+            earlier_turns: number of the model's turns in that record.
         """
         return cls(
             **_unsampled(token_ids, source),
@@ -138,14 +142,14 @@ class TokenRecord:
 
     @classmethod
     def forked(cls, cause: str, *, earlier_turns: int = 0) -> TokenRecord:
-        """Record of no tokens, for a conversation whose messages were rewritten.
+        """Make a record without tokens, for a conversation whose messages were rewritten.
 
-        It covers no message: to continue it, the whole conversation is encoded again, and the new
-        record keeps the cause.
+        The record covers no message. To continue it, the whole conversation is encoded again, and
+        the new record keeps the cause.
 
         Args:
-            cause: why the earlier ids were dropped.
-            earlier_turns: how many of the model's turns the conversation had by then.
+            cause: the reason why the earlier ids were dropped.
+            earlier_turns: number of the model's turns that the conversation had before.
 
         Example:
             >>> record = TokenRecord.forked("window", earlier_turns=3)
@@ -157,10 +161,10 @@ class TokenRecord:
 
     @classmethod
     def of(cls, columns: Mapping[str, Tensor], **rest: Any) -> TokenRecord:
-        """Record of columns by the names of their facts, registered ones among them.
+        """Make a record from columns by the names of their facts, built-in and registered.
 
         Args:
-            columns: all built-in columns, ``[T]`` each, and any registered ones.
+            columns: all built-in columns, ``[T]`` each, and any registered columns.
             rest: the fields that are not columns.
         """
         if len(columns) == len(RECORD_COLUMNS):
@@ -174,7 +178,7 @@ class TokenRecord:
 
     @property
     def num_turns(self) -> int:
-        """How many model turns the conversation has, including those whose ids were dropped."""
+        """Number of model turns of the conversation, including those whose ids were dropped."""
         held = int(self.turn.max()) + 1 if self.turn.numel() else 0
         return max(held, self.earlier_turns)
 
@@ -182,7 +186,7 @@ class TokenRecord:
     def continues(self) -> bool:
         """Whether an answer to this prompt continues the response at the end of the prompt.
 
-        A cut response at the end is continued; a record with anything after its response has no
+        A cut response at the end is continued. A record with tokens after its response has no
         finish reason.
         """
         reason = self.finish_reason
@@ -207,7 +211,7 @@ class TokenRecord:
         support: Support | None = None,
         facts: Mapping[str, Tensor] | None = None,
     ) -> TokenRecord:
-        """Append a sampled response, see ``respond_records``.
+        """Append a sampled response; see ``respond_records``.
 
         Args:
             token_ids: int64 ``[R]``.
@@ -224,18 +228,18 @@ class TokenRecord:
         return respond_records([self], [response], policy_version)[0]
 
     def support_with(self, more: Support | None, count: int) -> Support | None:
-        """The support of these tokens and ``count`` that follow; ``None`` if neither has one."""
+        """Return the support of these and ``count`` later tokens; ``None`` if neither has one."""
         if self.support is None and more is None:
             return None
         parts = ((self.support, self.token_ids.shape[0]), (more, count))
         return Support.join([Support.whole(size) if s is None else s for s, size in parts])
 
     def cut(self, start: int, stop: int, **changes: Any) -> TokenRecord:
-        """The record of the tokens from ``start`` up to, but not including, ``stop``.
+        """Return the record of the tokens from ``start`` up to, but not including, ``stop``.
 
         Args:
-            start: index of the first token kept.
-            stop: index after the last.
+            start: index of the first token to keep.
+            stop: index after the last token to keep.
             changes: fields that are not columns of tokens.
         """
         columns = {name: getattr(self, name)[start:stop] for name in RECORD_COLUMNS}
@@ -245,7 +249,7 @@ class TokenRecord:
 
 
 def _unsampled(token_ids: Tensor, source: Tensor) -> dict[str, Tensor]:
-    """The built-in columns of tokens that were not sampled."""
+    """Return the built-in columns of tokens that were not sampled."""
     given = {"token_ids": token_ids, "source": source.to(torch.int8)}
     length = token_ids.shape[0]
     return {
@@ -260,7 +264,7 @@ def extend_records(
     sources: Sequence[Tensor],
     num_messages: Sequence[int],
 ) -> list[TokenRecord]:
-    """Append tokens that were not sampled to each record, see :meth:`TokenRecord.extend`.
+    """Append tokens that were not sampled to each record; see :meth:`TokenRecord.extend`.
 
     Args:
         records: ``B`` records.
@@ -325,7 +329,7 @@ def respond_records(
     sizes = [completion.token_ids.shape[0] for completion in completions]
     longest = max(sizes, default=0)
     turns = [_turn(prompt) for prompt in prompts]
-    # One tensor of each turn number serves every row: slices of it are free.
+    # One tensor per turn number is enough for all rows, because slices are free.
     by_turn = {t: torch.full((longest,), t, dtype=torch.int16) for t in set(turns)}
     sampled = torch.full((longest,), int(Source.SAMPLED), dtype=torch.int8)
     versions = torch.full((longest,), policy_version, dtype=torch.int32)
@@ -369,7 +373,7 @@ def respond_records(
 def _given_facts(
     prompts: Sequence[TokenRecord], completions: Sequence[Completion], sizes: Sequence[int]
 ) -> list[TokenFact]:
-    """The registered facts, after a check of those that came with completions and prompts."""
+    """Return the registered facts, after checking the facts of completions and prompts."""
     for completion, size in zip(completions, sizes, strict=True):
         for name, values in (completion.facts or {}).items():
             fact = find_fact(name)
@@ -385,7 +389,7 @@ def _given_facts(
 
 
 def _filled(fact: TokenFact, rows: Sequence[Tensor | None], sizes: Sequence[int]) -> list[Tensor]:
-    """Rows of a fact, with its default if a row has none."""
+    """Return rows of a fact, with its default for rows without it."""
     pairs = zip(rows, sizes, strict=True)
     return [fact.filled(size) if row is None else row for row, size in pairs]
 
@@ -405,7 +409,7 @@ def _join(before: Sequence[Tensor], after: Sequence[Tensor]) -> Tensor:
 
 
 def rebuild_record(columns: dict[str, Any], rest: dict[str, Any]) -> TokenRecord:
-    """A record from its pickle."""
+    """Restore a record from its pickle."""
     if rest["support"] is not None:
         rest["support"] = Support(*(torch.from_numpy(x) for x in rest["support"]))
     return TokenRecord.of({name: torch.from_numpy(x) for name, x in columns.items()}, **rest)

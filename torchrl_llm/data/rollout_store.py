@@ -1,15 +1,16 @@
 """Stored rollouts of a run: files with one block per step, which are memory-mapped for reading.
 
-A folder holds segments, ``steps_00000001.rows``, named for their first step: blocks, messages of
-:mod:`torchrl_llm.data.wire`, one after the other. A segment grows only at its end, and the next one
-begins when it is full, so the older ones may be deleted. A block that a killed process left half
-written is at the end of the last segment, and is not read.
+A folder contains segments, ``steps_00000001.rows``, named after their first step. A segment
+consists of blocks, one after the other, which are messages of :mod:`torchrl_llm.data.wire`. A
+segment grows only at its end, and the next segment begins when it is full, so older segments may be
+deleted. A block that a killed process has half written is at the end of the last segment, and is
+not read.
 
-:class:`RolloutStore` reads, also while a run writes: it holds the blocks that were complete when it
+:class:`RolloutStore` can read while a run writes: it contains the blocks that were complete when it
 was opened. :class:`RolloutWriter` is for the one process that writes.
 
-Next: :class:`torchrl_llm.collectors.StoredCollector` feeds a buffer with it,
-:mod:`torchrl_llm.data.chat_export` makes chats of it.
+Next: :class:`torchrl_llm.collectors.StoredCollector` returns batches from a store,
+:mod:`torchrl_llm.data.chat_export` exports chats from it.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ FOLDER = "rollouts"
 CHANGED = (("trace", "mask_reason"), ("next", "reward_valid"))
 """Keys that training may change; the original of a changed value is below ``"collected"``."""
 SEGMENT_BYTES = 1 << 26
-"""Bytes after which the next segment begins."""
+"""Size in bytes after which the next segment begins."""
 _SUFFIX = ".rows"
 _OPEN_BLOCKS = 32
 _CALLS = ("next", "tools", "calls")
@@ -59,17 +60,17 @@ class _Place(NamedTuple):
 class RolloutStore:
     """The rollouts of a run, opened for reading.
 
-    Rows are as the collector returned them, one per turn, with ``"step"`` and their outcome:
-    ``"fate"`` (``trained``, ``filtered``, ``invalid``, ``stale``, ``truncated``, ``overlong``, or
-    ``pending`` if the row still waited for its group), ``("trace", "mask_reason")`` as used in
-    training, ``"advantage"`` if it was trained, and further columns of the buffer's transforms.
-    Times (``..._seconds``) are not kept.
+    The store contains the rows that the collector returned, one per turn, with ``"step"`` and their
+    outcome. The outcome consists of ``"fate"`` (``trained``, ``filtered``, ``invalid``, ``stale``,
+    ``truncated``, ``overlong``, or ``pending`` if the row still waited for its group), ``("trace",
+    "mask_reason")`` as used in training, ``"advantage"`` if the row was trained, and further
+    columns of the buffer's transforms. Times (``..._seconds``) are not stored.
 
-    Its tensors are views of the file: clone them before changing them. A run that still writes may
-    be read; the store does not contain later rows.
+    The tensors are views of the file: clone them before you change them. The store of a running run
+    can be read; it does not contain rows that are written later.
 
     Args:
-        folder: of a run, or its ``rollouts``.
+        folder: folder of a run, or its folder ``rollouts``.
 
     Raises:
         DataError: there are no rollouts, or they are damaged.
@@ -114,7 +115,7 @@ class RolloutStore:
             self._places.append(place)
 
     def _drop_torn_end(self) -> None:
-        """Drop a last block that a power cut left with its full length and no contents."""
+        """Drop a last block with the full length but no contents, as a power cut may leave it."""
         if not self._places:
             return
         last = self._places[-1]
@@ -125,7 +126,7 @@ class RolloutStore:
     # -- reading ----------------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
-        """Steps that have rows, ascending."""
+        """Return the steps that have rows, ascending."""
         return list(self._at)
 
     def __len__(self) -> int:
@@ -165,7 +166,7 @@ class RolloutStore:
         return block
 
     def about(self, step: int) -> dict[str, Any]:
-        """Values of a step: ``kept`` (``sample`` or ``all``) and ``collected``, a number of rows.
+        """Return values of a step: ``kept`` (``sample`` or ``all``), ``collected`` (a count).
 
         Args:
             step: one of :meth:`steps`.
@@ -188,11 +189,11 @@ class RolloutStore:
         step: int | Iterable[int] | None = None,
         where: Callable[[TensorDict], bool] | None = None,
     ) -> Iterator[TensorDict]:
-        """Iterate over rows, without holding all of them in memory.
+        """Iterate over rows, without loading all of them into memory.
 
         Args:
-            step: of one step, or of several; ``None`` for all.
-            where: function of a row, true for rows to return; ``None`` for all.
+            step: one step, or several; ``None`` for all steps.
+            where: function that returns true for rows to return; ``None`` for all rows.
 
         Raises:
             DataError: the store has no rows of that step, or they are damaged.
@@ -209,12 +210,12 @@ class RolloutStore:
         step: int | Iterable[int] | None = None,
         where: Callable[[TensorDict], bool] | None = None,
     ) -> LazyStackedTensorDict:
-        """A lazy stack of rows.
+        """Return a lazy stack of rows.
 
         Args:
-            step: of one step, or of several; ``None`` for all.
-            where: function of a row, true for rows to return,
-                ``lambda row: row["fate"] == "filtered"``; ``None`` for all.
+            step: one step, or several; ``None`` for all steps.
+            where: function that returns true for rows to return, such as ``lambda row: row["fate"]
+                == "filtered"``; ``None`` for all rows.
 
         Raises:
             DataError: the store has no such rows, or they are damaged.
@@ -225,7 +226,7 @@ class RolloutStore:
         return lazy_rows(found)
 
     def trajectories(self, step: int) -> list[list[TensorDict]]:
-        """The turns of each trajectory of a step; each row without ``traj_id`` is its own.
+        """Yield the turns of each trajectory of a step; a row without ``traj_id`` is one.
 
         Args:
             step: one of :meth:`steps`.
@@ -243,7 +244,7 @@ class RolloutWriter:
     """Writes a folder of rollouts, from a single process; it removes half-written blocks.
 
     Args:
-        folder: made when the first rows are written.
+        folder: folder, which is created when the first rows are written.
 
     Attributes:
         damaged: one line for each damage that :meth:`cut` found.
@@ -264,13 +265,13 @@ class RolloutWriter:
         """Write the rows of a step after all others.
 
         Args:
-            step: its number, above those of earlier steps.
+            step: its number, above the numbers of earlier steps.
             rows: tensordicts without batch dimension, at least one.
-            about: plain values to go with them.
+            about: plain values to store with them.
 
         Raises:
-            DataError: no rows, or a value that has no safe form; the message names its key.
-            OSError: the disk is full or the folder read-only; earlier blocks stay intact.
+            DataError: there are no rows, or a value has no safe form; the message names its key.
+            OSError: the disk is full or the folder is read-only; earlier blocks stay intact.
         """
         data = _block(step, rows, about)
         if self._path is None or self._size + len(data) > SEGMENT_BYTES:
@@ -295,21 +296,22 @@ class RolloutWriter:
                 os.fsync(file.fileno())
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of each segment by its name, for :meth:`cut`."""
+        """Return the bytes of each segment by its name, for :meth:`cut`."""
         return {path.name: path.stat().st_size for path in _segments(self.folder)}
 
     def cut(self, step: int, sizes: Mapping[str, int] | None = None) -> int | None:
         """Continue after a step: drop the rows of later steps and half-written blocks.
 
-        A damaged segment goes to a folder ``damaged_rollouts_<step>`` next to this one; its intact
-        blocks also stay here. ``damaged`` then has a line for each.
+        A damaged segment is moved to a folder ``damaged_rollouts_<step>`` next to this folder;
+        copies of its intact blocks stay in this folder. ``damaged`` then has a line for each
+        damage.
 
         Args:
-            step: the last one to keep.
+            step: the last step to keep.
             sizes: result of :meth:`sizes` after that step.
 
         Returns:
-            The last step that is left, ``None`` without any.
+            The last remaining step; ``None`` if there is none.
         """
         self._path, self._size = None, 0
         last, sizes = None, sizes or {}
@@ -336,7 +338,7 @@ class RolloutWriter:
                 continue
             whole = b"".join(blocks.values())
             if harm is not None or len(whole) < len(data):
-                # Not in place: readers have the file mapped.
+                # The file is not changed in place, because readers have it mapped.
                 with replacing(path) as draft:
                     draft.write_bytes(whole)
             last, self._path, self._size = max(blocks), path, len(whole)
@@ -344,7 +346,7 @@ class RolloutWriter:
 
 
 def _block(step: int, rows: Iterable[TensorDict], about: Mapping[str, Any] | None) -> bytes:
-    """Rows of a step as bytes, the same for the same rows: without times (``..._seconds``)."""
+    """Write a step's rows as bytes, the same for the same rows: without ``..._seconds``."""
     packed = pack_rows(rows)
     if not packed.num_rows:
         raise DataError(f"no rows of step {step} to write")
@@ -362,7 +364,7 @@ def _block(step: int, rows: Iterable[TensorDict], about: Mapping[str, Any] | Non
 
 
 def _rollouts_of(folder: Path) -> Path:
-    """The folder with the segments: the one of a run, or the given folder itself."""
+    """Return the folder with the segments: that of a run, or the given folder itself."""
     if not folder.is_dir():
         raise DataError(f"there is no folder {folder}")
     inner = folder / FOLDER
@@ -379,7 +381,7 @@ def _segments(folder: Path) -> list[Path]:
 
 
 def _sound_blocks(path: Path, data: bytes, step: int) -> tuple[dict[int, bytes], str | None]:
-    """The intact blocks up to a step, and the error in others."""
+    """Return the intact blocks up to a step, and the error in other blocks."""
     blocks, wrong = {}, []
     try:
         for place in _scan(path, data):
@@ -396,7 +398,7 @@ def _sound_blocks(path: Path, data: bytes, step: int) -> tuple[dict[int, bytes],
 
 
 def _scan(path: Path, data: Any) -> Iterator[_Place]:
-    """The whole blocks of a segment."""
+    """Return the whole blocks of a segment."""
     start = 0
     while start < len(data):
         try:
@@ -404,7 +406,7 @@ def _scan(path: Path, data: Any) -> Iterator[_Place]:
             if head is not None and not 0 < head.tags[1] <= MAX_ROWS:
                 raise DataError(f"{head.tags[1]} rows at byte {start} are impossible")
         except DataError as error:
-            if not any(data[start:]):  # a power cut: the length was kept, the contents were not
+            if not any(data[start:]):  # a power cut kept the length, not the contents
                 return
             raise DataError(f"{path} is damaged: {error}") from None
         if head is None:

@@ -1,4 +1,4 @@
-"""From rollouts to rows: a batch from an environment becomes one tensordict per turn.
+"""Converts rollouts to rows: a batch from an environment becomes one tensordict per turn.
 
 Environments work on batches: a dense root with lazy nodes for ragged values, and columns for
 objects that are not tensors. Buffers and losses work on rows: plain tensordicts without batch
@@ -33,7 +33,7 @@ _TOKEN_VIEWS = (Tokens, LogProbs, Masks, TokenTrace, TokenSupport)
 
 
 def split_batch(batch: Any) -> list[TensorDict]:
-    """The rows of one step, as plain tensordicts.
+    """Return the rows of one step, as plain tensordicts.
 
     Args:
         batch: tensordict or tensorclass of batch size ``[B]``, dense, lazy, or a dense root with
@@ -41,11 +41,11 @@ def split_batch(batch: Any) -> list[TensorDict]:
 
     Returns:
         ``B`` tensordicts without batch dimension. Dense tensors are copied, large ones row by row,
-        so that no row keeps its batch alive; ragged ones and objects are referenced. Conversations
-        and text keep their tensorclass; token-aligned nodes are plain.
+        so that no row keeps its batch in memory. Ragged tensors and objects are referenced.
+        Conversations and text keep their tensorclass; token-aligned nodes become plain tensordicts.
 
     Raises:
-        ValueError: for another number of batch dimensions.
+        ValueError: the number of batch dimensions is not one.
 
     Example:
         >>> rows = split_batch(TensorDict({"x": torch.arange(2)}, batch_size=[2]))
@@ -59,14 +59,14 @@ def split_batch(batch: Any) -> list[TensorDict]:
 
 
 def split_rollout(rollout: Any) -> LazyStackedTensorDict:
-    """All rows of a rollout, trajectory by trajectory.
+    """Return all rows of a rollout, trajectory by trajectory.
 
     Args:
         rollout: batch size ``[B]``, ``[B, T]``, or more batch dimensions with time as the last.
 
     Returns:
-        A lazy stack of plain rows, ``[B * T]``, where row ``b * T + t`` is step ``t`` of batch row
-        ``b``, as ``rollout.reshape(-1)`` would order them.
+        A lazy stack of plain rows, ``[B * T]``. Row ``b * T + t`` is step ``t`` of batch row ``b``,
+        in the order of ``rollout.reshape(-1)``.
 
     Example:
         >>> td = TensorDict({"x": torch.arange(4).view(2, 2)}, batch_size=[2, 2])
@@ -77,10 +77,10 @@ def split_rollout(rollout: Any) -> LazyStackedTensorDict:
 
 
 def row_list(data: Any) -> list[TensorDict]:
-    """The rows of any input of a replay buffer's transform.
+    """Return the rows of any input of a replay buffer's transform.
 
     Args:
-        data: a lazy stack of rows, whose rows are returned unchanged; or a rollout, which is split.
+        data: a lazy stack of rows, whose rows are returned unchanged, or a rollout, which is split.
     """
     if isinstance(data, LazyStackedTensorDict) and data.batch_dims == 1:
         rows = data.tensordicts
@@ -107,14 +107,14 @@ def _flatten(rollout: Any) -> list[TensorDict]:
 
 
 def unpadded(rows: list[TensorDict]) -> list[TensorDict]:
-    """Rows without padding, as a policy without ``pad_output`` writes them.
+    """Remove padding from rows, as if the policy had no ``pad_output``.
 
     Args:
         rows: without batch dimension; ``("masks", "all_attention_mask")`` is false for padding.
 
     Returns:
-        The same rows if none is padded. Padded rows are copied, with the columns of prompt,
-        response and full sequence, ``advantage`` and per-token rewards cut.
+        The same rows if none is padded. Padded rows are copied; in the copies, the columns of
+        prompt, response and full sequence, ``advantage`` and per-token rewards have no padding.
 
     Example:
         >>> mask = torch.tensor([False, True, True, False])
@@ -158,7 +158,7 @@ def _unpadded(row: TensorDict, mask: Tensor) -> TensorDict:
 
 
 def ends_trajectory(row: TensorDict) -> bool:
-    """Whether a trajectory ends with this turn; a row without this flag is one by itself.
+    """Return whether this turn ends a trajectory; a row without this flag is a trajectory.
 
     Args:
         row: a turn, without batch dimension.
@@ -174,12 +174,12 @@ def ends_trajectory(row: TensorDict) -> bool:
 def mask_trained(
     row: TensorDict, reason: MaskReason, *, start: int = 0, where: Tensor | None = None
 ) -> None:
-    """Mask those tokens of a row that would be trained, with a reason.
+    """Mask the tokens of a row that would be trained, with a reason.
 
     Args:
-        row: without batch dimension; its mask reasons are replaced, not changed. A row without mask
-            reasons does not change.
-        reason: their new reason; tokens that are already masked keep theirs.
+        row: row without batch dimension. Its mask reasons are replaced, not changed in place. A row
+            without mask reasons does not change.
+        reason: the new reason; tokens that are already masked keep their reason.
         start: index of the first token that may get it.
         where: bool ``[T]``, the tokens that may get it; all if not given.
     """
@@ -192,7 +192,7 @@ def mask_trained(
 
 
 def invalidate_reward(row: TensorDict) -> None:
-    """Mark a row as without a valid reward, so that no group's baseline includes it.
+    """Mark the reward of a row as invalid, so that no group's baseline includes it.
 
     Args:
         row: without batch dimension; its flag is replaced, not changed.
@@ -203,10 +203,10 @@ def invalidate_reward(row: TensorDict) -> None:
 
 
 def sampled_tokens(row: TensorDictBase) -> int:
-    """How many tokens of a row the policy sampled in the turns that this row represents.
+    """Return how many tokens the policy sampled in the turns that this row represents.
 
-    These are the sampled tokens of the response: earlier turns of the same conversation stand
-    before it and belong to their own rows, unless the rows were joined.
+    These are the sampled tokens of the response. Earlier turns of the same conversation are before
+    the response, and belong to their own rows, unless the rows were joined.
 
     Args:
         row: a row without batch dimension; one without tokens counts 0.
@@ -218,12 +218,12 @@ def sampled_tokens(row: TensorDictBase) -> int:
 
 
 def count_sampled(response: Tensor, source: Tensor | None) -> int:
-    """How many tokens of a response were sampled.
+    """Return how many tokens of a response were sampled.
 
     Args:
         response: ``[R]``.
         source: codes of :class:`~torchrl_llm.data.enums.Source` of the whole row, which ends with
-            the response; without codes all of it counts as sampled.
+            the response. Without codes, the whole response counts as sampled.
     """
     if source is None or not response.numel():
         return response.numel()
@@ -275,8 +275,8 @@ def _parts(value: Any, count: int, cells: dict[int, NonTensorData]) -> Any:
 
 
 def _shared_cell(item: Any, cells: dict[int, NonTensorData]) -> NonTensorData:
-    # The same object stands in many places (a query in its repeats and in ``next``, a conversation
-    # as ``full`` and as the next prompt), and a cell costs six allocations.
+    # The same object occurs many times (a query in its repeats and in ``next``, a conversation as
+    # ``full`` and as the next prompt), and a cell costs six allocations.
     found = cells.get(id(item))
     if found is None:
         found = cells[id(item)] = cell(item)
@@ -284,7 +284,7 @@ def _shared_cell(item: Any, cells: dict[int, NonTensorData]) -> NonTensorData:
 
 
 def _plain_row(row: Any) -> Any:
-    """A row of a lazy stack: same leaves, but new nodes, so that new keys stay in this row."""
+    """Return a row of a lazy stack, with the same leaves but new nodes for new keys."""
     _, node = _unwrap(row)
     if not isinstance(node, TensorDict):
         return row

@@ -1,4 +1,4 @@
-"""Rows of a dataset: read from a file, Python objects or the hub; mapped; put into an order.
+"""Rows of a dataset, from a file, Python objects or the hub, and their order in training.
 
 Every dataset of this package is **a sequence of rows, each a dict**, with ``len()`` and integer
 indexing. Task environments expect ``query`` (the user's message, or a list of messages) and
@@ -6,7 +6,7 @@ whatever their reward reads, usually ``answer``. A generated task is a dataset w
 computed from their index (:class:`GeneratedRows`), so it can be shuffled, split and resumed like a
 file.
 
-Next: :class:`torchrl_llm.envs.transforms.DataLoadingPrimer` hands the rows to an environment.
+Next: :class:`torchrl_llm.envs.transforms.DataLoadingPrimer` writes the rows into an environment.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["GeneratedRows", "MappedRows", "Row", "RowLoader", "load_rows", "read
 def load_rows(
     source: Any, *, columns: Iterable[str] = (), name: str | None = None, split: str | None = None
 ) -> Sequence[Row]:
-    """Rows of a dataset, wherever it is.
+    """Load the rows of a dataset from Python objects, files or the hub.
 
     Args:
         source: a sequence of dicts (used unchanged; every row of a list or tuple is checked, but
@@ -48,8 +48,8 @@ def load_rows(
         A sequence of dicts.
 
     Raises:
-        DataError: for a missing, malformed or empty source, or a missing column.
-        MissingExtraError: when a hub dataset is requested without the ``datasets`` package.
+        DataError: the source is missing, malformed or empty, or a column is missing.
+        MissingExtraError: a hub dataset needs the ``datasets`` package.
 
     Example:
         >>> load_rows([{"query": "Hi"}], columns=["query"])
@@ -93,14 +93,14 @@ def _unpadded(features: Mapping[str, Any], row: Row) -> Row:
 
 
 def plain_rows(rows: Sequence[Row]) -> Sequence[Row]:
-    """Rows of plain cells, see :mod:`torchrl_llm.data.table_cells`.
+    """Convert rows to plain cells, see :mod:`torchrl_llm.data.table_cells`.
 
     Args:
         rows: of :func:`load_rows`.
 
     Returns:
-        As many rows: a list for a list. For another sequence it is a sequence that converts each
-        row when it is read; float columns are inspected at once.
+        As many rows. The result for a list is a list. For another sequence, it is a sequence that
+        converts each row when it is read; float columns are inspected immediately.
     """
     if isinstance(rows, (list, tuple)):
         if not (columns := table_cells.uncertain_columns(rows)):
@@ -144,7 +144,7 @@ def _load_hub(
     datasets = require("datasets", extra="data", feature=f"loading {source!r} from the hub")
     try:
         loaded = table_files.choose_split(datasets.load_dataset(source, name), split)
-    except Exception as error:  # whatever the network, the hub or the loader raises
+    except Exception as error:  # the network, the hub or the loader may raise any exception
         raise DataError(
             f"cannot load {source!r} (configuration {name!r}, split {split!r}) from the hub: "
             f"{error}. For a local copy, pass the path of its file or folder, which must exist"
@@ -153,7 +153,7 @@ def _load_hub(
 
 
 class MappedRows(Sequence):
-    """Rows of a sequence, each passed through a function when it is read.
+    """Rows of a sequence; a function is applied to each row when it is read.
 
     Args:
         rows: the rows.
@@ -181,10 +181,10 @@ class GeneratedRows(MappedRows):
     """A finite dataset whose rows are computed from their index.
 
     Args:
-        make_row: index to row. It must depend only on the index, otherwise a resumed run would see
-            different rows; use separate index ranges for train and held-out sets.
+        make_row: function from index to row. It must depend only on the index; otherwise a resumed
+            run would get different rows. Use separate index ranges for train and held-out sets.
         num_rows: length of the dataset.
-        offset: added to every index before ``make_row`` sees it.
+        offset: number that is added to every index for ``make_row``.
 
     Example:
         >>> make_row = lambda i: {"query": f"{i} + 1", "answer": f"{i + 1}"}
@@ -200,25 +200,27 @@ class GeneratedRows(MappedRows):
 
 
 class RowLoader:
-    """Iterates over rows, one epoch per iteration, from a position that can be saved.
+    """Iterates over rows, one epoch per iteration; its position can be saved.
 
     Args:
         rows: the dataset.
-        shuffle: whether each epoch has its own order, a function of ``seed`` and its number.
+        shuffle: whether each epoch has its own order, which depends only on ``seed`` and the number
+            of the epoch.
         seed: seed of the orders; ``None`` draws one from torch's generator.
-        batch_size: how many rows ``collate_fn`` sees at a time.
-        collate_fn: list of rows to one mapping of columns, each with a value per row, as for
-            ``torch.utils.data.DataLoader``; ``None`` returns the rows unchanged.
-        order: an order that follows results, instead of passes over all rows. Rows then have their
-            index in the dataset as ``"row_id"``, under which results are recorded.
+        batch_size: number of rows per call of ``collate_fn``.
+        collate_fn: function from a list of rows to one mapping of columns, each with a value per
+            row, as for ``torch.utils.data.DataLoader``. ``None`` returns the rows unchanged.
+        order: an order that depends on results, instead of passes over all rows. Rows then have
+            their index in the dataset as ``"row_id"``, under which results are recorded.
 
     Raises:
-        ConfigError: an order with ``shuffle=False`` or a ``collate_fn``, which it would ignore.
+        ConfigError: an order is combined with ``shuffle=False`` or a ``collate_fn``, which it would
+            ignore.
 
     Attributes:
-        part: ``(number, count)`` of this loader among several over the same order: it reads every
-            ``count``-th row, of the order or of each batch. Its position counts the rows of all of
-            them together. ``(0, 1)`` for a single loader; may be set at the start.
+        part: ``(number, count)`` of this loader if several loaders share an order; ``(0, 1)`` for a
+            single loader. The loader reads every ``count``-th row, of the order or of each batch.
+            Its position counts the rows of all loaders together. It can be set at the start.
 
     Example:
         >>> loader = RowLoader([{"query": q} for q in "abc"], shuffle=False)
@@ -281,15 +283,15 @@ class RowLoader:
     def _order(self) -> Sequence[int]:
         if not self.shuffle:
             return range(len(self.rows))
-        # Each epoch's order is a function of two numbers, so a position is two numbers too.
+        # The order of an epoch depends on two numbers, so a position also consists of two numbers.
         return shuffled(len(self.rows), self.seed, self.epoch).tolist()
 
     def _ordered(self, order: RowOrder) -> Iterator[Row]:
-        """Rows that an order draws in a pass; passes without any are skipped."""
+        """Yield the rows that an order draws in a pass; passes without rows are skipped."""
         first, step = self.part
         drawn = False
         while True:
-            chosen: list[int] = []  # what all parts draw together
+            chosen: list[int] = []  # the rows that all parts draw together
             is_over = False
             while len(chosen) < step:
                 found = order.draw(self.seed, self.epoch, self.index)
@@ -307,12 +309,12 @@ class RowLoader:
                 return
 
     def reset(self, seed: int | None = None) -> None:
-        """Start over, with a new seed if one is given; an order keeps its results."""
+        """Start again, with a new seed if one is given; an order keeps its results."""
         self.seed = self.seed if seed is None else seed
         self.epoch = self.index = 0
 
     def state_dict(self) -> dict[str, int]:
-        """Seed and position; an order has its own state."""
+        """Return seed and position; an order has its own state."""
         if self.index < 0:  # a later part reaches the end of an epoch before the others
             return {
                 "seed": self.seed,

@@ -1,8 +1,9 @@
-"""Orders of rows that follow results: prompts of medium difficulty, or a queue that ends.
+"""Orders of rows that depend on results: prompts of medium difficulty, or a queue.
 
-An order decides which row :class:`~torchrl_llm.data.row_files.RowLoader` returns next, from its
-position in the data and from the results so far. Each row carries its index as ``"row_id"``, and
-results are recorded under it. Without results every order is a shuffled pass over all rows.
+An order determines which row :class:`~torchrl_llm.data.row_files.RowLoader` returns next. This
+depends on the position in the data and on the results so far. Each row has its index as
+``"row_id"``, and results are recorded under it. Without results, every order is a shuffled pass
+over all rows.
 
 Next: :class:`torchrl_llm.trainers.curriculum.Curriculum` reads results from the rows of a step.
 """
@@ -25,7 +26,7 @@ ROW_ID = "row_id"
 
 
 def shuffled(num_rows: int, seed: int, epoch: int) -> Tensor:
-    """The order of one pass, int64 ``[N]``, a function of its arguments.
+    """Return the order of one pass, int64 ``[N]``; it depends only on the arguments.
 
     Args:
         num_rows: length of the dataset.
@@ -41,14 +42,14 @@ def shuffled(num_rows: int, seed: int, epoch: int) -> Tensor:
 
 
 class RowOrder(ABC):
-    """Base of the orders that follow results.
+    """Base class of the orders that depend on results.
 
-    A draw is a function of seed, position and results, so a run that resumes from the saved
-    position and results draws the same rows. An order stores the success rate over the visits of
-    each row; the results of one step are one visit.
+    A draw depends only on seed, position and results. So a run that resumes from the saved position
+    and results draws the same rows. An order stores the success rate over the visits of each row;
+    the results of one step are one visit.
 
     Args:
-        memory: weight of the results of earlier visits, relative to those of a new one.
+        memory: weight of the results of earlier visits, relative to a new visit.
     """
 
     @checked
@@ -67,21 +68,21 @@ class RowOrder(ABC):
         self._facts = {name: torch.zeros(num_rows, dtype=t) for name, t in self._columns().items()}
 
     def _columns(self) -> dict[str, torch.dtype]:
-        """The stored facts of each row, all zero before its first visit."""
+        """Return the stored facts of each row, all zero before its first visit."""
         return {"rate": torch.float64, "count": torch.float64, "visits": torch.int64}
 
     @abstractmethod
     def draw(self, seed: int, epoch: int, index: int) -> tuple[int, int] | None:
-        """The next row.
+        """Return the next row.
 
         Args:
             seed: of the loader.
             epoch: number of the pass.
-            index: place in it.
+            index: position in the pass.
 
         Returns:
-            Index of the row, and the place after it; ``None`` if the pass is over. One of the next
-            passes must have a row.
+            Index of the row, and the position after it; ``None`` if the pass is over. One of the
+            next passes must have a row.
         """
 
     def record(
@@ -90,12 +91,12 @@ class RowOrder(ABC):
         """Record the results of answers to rows.
 
         Args:
-            results: index of a row to the success of each answer, in [0, 1].
-            values: index of a row to a success rate that something else tracks, such as
-                :class:`~torchrl_llm.objectives.SPOAdvantage`; it takes the place of the mean.
+            results: success of each answer, in [0, 1], by the index of the row.
+            values: success rate by the index of the row, from another tracker such as
+                :class:`~torchrl_llm.objectives.SPOAdvantage`; it replaces the mean.
 
         Raises:
-            DataError: a success outside [0, 1], or a row that does not exist.
+            DataError: a success is outside [0, 1], or a row does not exist.
         """
         for row, successes in results.items():
             if not 0 <= row < self.num_rows or not all(0 <= s <= 1 for s in successes):
@@ -118,7 +119,7 @@ class RowOrder(ABC):
         return self.memory
 
     def ended(self) -> str | None:
-        """Why there is nothing left to draw; ``None`` while there is."""
+        """The reason why no row is left to draw; ``None`` if there is a row."""
         return None
 
     @abstractmethod
@@ -126,7 +127,7 @@ class RowOrder(ABC):
         """Share of the rows that are currently drawn."""
 
     def metrics(self) -> dict[str, float]:
-        """``train/curriculum_...``: share of rows seen and drawn, and success rate of the seen."""
+        """Return ``train/curriculum_...``: shares of seen and drawn rows, success rate."""
         seen = self._facts["visits"] > 0
         success = self._facts["rate"][seen].mean().item() if bool(seen.any()) else float("nan")
         return {
@@ -136,7 +137,7 @@ class RowOrder(ABC):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """The results so far; the position is the loader's."""
+        """Return the results so far; the loader saves the position."""
         return {"epoch": self.epoch, **{name: fact.clone() for name, fact in self._facts.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -146,7 +147,7 @@ class RowOrder(ABC):
             state: of an order of the same kind.
 
         Raises:
-            DataError: it is of a different number of rows.
+            DataError: the state has a different number of rows.
         """
         if len(state["rate"]) != self.num_rows:
             raise DataError(
@@ -164,10 +165,10 @@ class _Passes(RowOrder):
 
     @abstractmethod
     def wanted(self) -> Tensor:
-        """Which rows are currently drawn, bool ``[N]``."""
+        """Return which rows are currently drawn, bool ``[N]``."""
 
     def draw(self, seed: int, epoch: int, index: int) -> tuple[int, int] | None:
-        """The next wanted row of the pass; see the base class."""
+        """Return the next wanted row of the pass; see the base class."""
         self.epoch = epoch
         if self._pass is None or self._pass[0] != (seed, epoch):
             self._pass = (seed, epoch), shuffled(self.num_rows, seed, epoch)
@@ -187,11 +188,11 @@ class _Passes(RowOrder):
 
 
 class BandOrder(_Passes):
-    """Rows whose success rate is in a band; others rest, and are tried again later.
+    """Draws rows whose success rate is in a band; other rows are tried again later.
 
-    All answers to a prompt that is always or never solved have the same reward, so comparing them
-    teaches nothing. Such rows are skipped in the next passes, but not forever, because models
-    change.
+    All answers to a prompt that is always or never solved have the same reward, so the model learns
+    nothing from comparing them. Such rows are skipped in the next passes, but not forever, because
+    models change.
 
     Args:
         low: least success rate.
@@ -200,7 +201,7 @@ class BandOrder(_Passes):
         memory: see :class:`RowOrder`. When a row is tried again, its earlier results are forgotten.
 
     Raises:
-        ConfigError: for an impossible band, or rows that would never rest.
+        ConfigError: the band is impossible, or no row would ever be skipped.
 
     Example:
         >>> order = BandOrder(revisit=2)
@@ -228,7 +229,7 @@ class BandOrder(_Passes):
         return super()._columns() | {"rests_until": torch.int64}
 
     def wanted(self) -> Tensor:
-        """Which rows are currently drawn, bool ``[N]``."""
+        """Return which rows are currently drawn, bool ``[N]``."""
         return self._facts["rests_until"] <= self.epoch
 
     def _kept(self, row: int) -> float:
@@ -241,11 +242,11 @@ class BandOrder(_Passes):
 
 
 class QueueOrder(_Passes):
-    """A queue of rows; each leaves it when solved, or after a number of visits.
+    """A queue of rows; a row leaves it when solved, or after a number of visits.
 
     Args:
-        solved: success rate of a visit at which a row leaves the queue.
-        visits: visits after which it leaves in any case; ``None`` for no limit.
+        solved: success rate of a visit from which on a row leaves the queue.
+        visits: number of visits after which a row leaves in any case; ``None`` for no limit.
 
     Raises:
         ConfigError: for impossible numbers.
@@ -276,7 +277,7 @@ class QueueOrder(_Passes):
         self._facts["solved"][row] |= float(self._facts["rate"][row]) >= self.solved
 
     def wanted(self) -> Tensor:
-        """Which rows are in the queue, bool ``[N]``."""
+        """Return which rows are in the queue, bool ``[N]``."""
         left = ~self._facts["solved"]
         return left if self.visits is None else left & (self._facts["visits"] < self.visits)
 
@@ -286,7 +287,7 @@ class QueueOrder(_Passes):
         return wanted if bool(wanted.any()) else torch.ones_like(wanted)
 
     def ended(self) -> str | None:
-        """The outcome of the rows if the queue is empty; ``None`` before."""
+        """The outcome of the rows if the queue is empty, else ``None``."""
         if bool(self.wanted().any()):
             return None
         solved = int(self._facts["solved"].sum())
@@ -296,18 +297,18 @@ class QueueOrder(_Passes):
 
 
 class WeightedOrder(RowOrder):
-    r"""Rows drawn at random, by how uncertain their success is: SPO's prioritised sampling.
+    r"""Draws random rows, weighted by the uncertainty of success: SPO's prioritised sampling.
 
-    arXiv:2509.13232, section 3.3: row :math:`i` with the probability
-    :math:`\propto \sqrt{v_i (1 - v_i)} + \epsilon`, with replacement. A pass has as many draws as
-    there are rows. Deviation: without a tracker, :math:`v` is the mean of the visits.
+    As in arXiv:2509.13232, section 3.3, row :math:`i` is drawn with probability :math:`\propto
+    \sqrt{v_i (1 - v_i)} + \epsilon`, with replacement. A pass has as many draws as there are rows.
+    Deviation from the paper: without a tracker, :math:`v` is the mean of the visits.
 
     Args:
         floor: :math:`\epsilon`, the smallest weight.
         memory: see :class:`RowOrder`.
 
     Raises:
-        ConfigError: a floor that is not above 0: rows could never be drawn again.
+        ConfigError: the floor is not above 0, so some rows would never be drawn again.
 
     Example:
         >>> order = WeightedOrder()
@@ -323,12 +324,12 @@ class WeightedOrder(RowOrder):
         super().__init__(memory=memory)
 
     def weights(self) -> Tensor:
-        """Weight of each row, float64 ``[N]``, not normalised; a new row counts as half solved."""
+        """Return unnormalised weights, float64 ``[N]``; a new row counts as half solved."""
         rates = torch.where(self._facts["visits"] > 0, self._facts["rate"], 0.5)
         return uncertainty_weight(rates, floor=self.floor)
 
     def draw(self, seed: int, epoch: int, index: int) -> tuple[int, int] | None:
-        """A row at random, by its weight; see the base class."""
+        """Draw a row at random, by its weight; see the base class."""
         self.epoch = epoch
         if index >= self.num_rows:
             return None
@@ -340,6 +341,6 @@ class WeightedOrder(RowOrder):
         return min(row, self.num_rows - 1), index + 1
 
     def active(self) -> float:
-        """Effective share of the rows, (sum w)^2 / (N sum w^2)."""
+        """Effective share of the drawn rows: (sum w)^2 / (N sum w^2)."""
         weights = self.weights()
         return (weights.sum() ** 2 / (weights.square().sum() * self.num_rows)).item()

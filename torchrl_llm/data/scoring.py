@@ -1,6 +1,6 @@
 """Interface between losses and models: log-probs and other scores of given tokens.
 
-Losses depend on this interface only, never on a wrapper class.
+Losses depend only on this interface, never on a wrapper class.
 
 Shape legend: ``B`` rows, ``T_b`` tokens of row ``b``, ``N`` selected tokens, ``D`` hidden size,
 ``V`` vocabulary, ``S`` kept ids of all selected tokens together.
@@ -40,20 +40,20 @@ class Support(NamedTuple):
 
     @classmethod
     def whole(cls, num_tokens: int) -> Support:
-        """The support of tokens without truncation: no ids, int32 counts of 0."""
+        """Make the support of tokens without truncation: no ids, int32 counts of 0."""
         none = torch.zeros(0, dtype=torch.int32)
         return cls(none, torch.zeros(num_tokens, dtype=torch.int32))
 
     @classmethod
     def join(cls, parts: Sequence[Support]) -> Support:
-        """Concatenate the supports of consecutive tokens; at least one."""
+        """Concatenate the supports of consecutive tokens (at least one support)."""
         return cls(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
     @classmethod
     def of_rows(
         cls, token_ids: Sequence[Tensor], counts: Sequence[Tensor], select: Sequence[Tensor]
     ) -> Support:
-        """The support of the selected tokens of rows.
+        """Make the support of the selected tokens of rows.
 
         Args:
             token_ids: ``B`` tensors ``[S_b]``; everything after the counted ids is padding.
@@ -64,30 +64,30 @@ class Support(NamedTuple):
         return cls.join([cls(ids[: int(c.sum())], c).take(mask) for ids, c, mask in rows])
 
     def take(self, index: Tensor) -> Support:
-        """The support of tokens, by int64 positions ``[M]``, in this order, or bool ``[N]``."""
+        """Return the support of some tokens: int64 positions ``[M]`` in order, or bool ``[N]``."""
         return Support(*take_support(self.token_ids, self.counts, index))
 
     def span(self, start: int, stop: int) -> Support:
-        """The support of the tokens from ``start`` to ``stop - 1``, as views."""
+        """Return the support of the tokens from ``start`` to ``stop - 1``, as views."""
         first, size = int(self.counts[:start].sum()), int(self.counts[start:stop].sum())
         return Support(self.token_ids[first : first + size], self.counts[start:stop])
 
     def to(self, device: torch.device) -> Support:
-        """The same on a device."""
+        """Return the same support on a device."""
         return Support(self.token_ids.to(device), self.counts.to(device))
 
 
 class HeadStates(NamedTuple):
-    """The distributions of another model in the cheapest form: the states before its head.
+    """The distributions of a different model in the cheapest form: the states before its head.
 
     Attributes:
         hidden: ``[N, D]``, without gradient, the states that predict the selected tokens.
         weight: ``[V, D]`` of the head.
         bias: ``[V]`` of the head, or ``None``.
-        scale: factor on the logits.
+        scale: factor of the logits.
         softcap: cap of the scaled logits, or ``None``.
-        low_rank: ``(u, B)``, ``[N, R]`` and ``[V, R]``; an adapter adds ``u @ B.T`` to the head's
-            output; or ``None``.
+        low_rank: ``(u, B)``, ``[N, R]`` and ``[V, R]``, if an adapter adds ``u @ B.T`` to the
+            head's output; else ``None``.
     """
 
     hidden: Tensor
@@ -108,19 +108,18 @@ class ScoreExtras:
         values: also return the value head's estimate of the state before each selected token.
         support: score under the distribution restricted to these ids, aligned with the selected
             tokens.
-        teachers: also return the divergence over the whole vocabulary between the model and
-            each token's teacher; several teachers cover disjoint tokens, see ``teacher_index``.
+        teachers: also return the divergence over the whole vocabulary between the model and each
+            token's teacher. Several teachers must have disjoint tokens, see ``teacher_index``.
         teacher_index: int64 ``[N]``, index of the teacher of each token, -1 for none; ``None`` if
-            there is one teacher for all. Teacher ``k`` has the states of the tokens with index
-            ``k``, in order.
+            one teacher has all tokens. Teacher ``k`` has the states of the tokens with index ``k``,
+            in order.
         divergence: ``"reverse"``, KL(model || teacher), or ``"forward"``, KL(teacher || model).
-        states: also return the model's own states before its head, detached, as requested from a
-            teacher.
+        states: also return the model's own detached states before its head. Losses request them
+            from a teacher.
         greedy: also return whether each selected token is the most likely one.
-        log_probs: if ``False``, the returned log-probs are empty, ``[0]``, and the model's head is
-            not run for them.
-        detach_log_probs: return log-probs and entropy without a gradient, which saves the memory
-            for it.
+        log_probs: if ``False``, the head does not compute log-probs, and the returned log-probs are
+            empty, ``[0]``.
+        detach_log_probs: return log-probs and entropy without a gradient, which saves memory.
     """
 
     values: bool = False
@@ -134,7 +133,7 @@ class ScoreExtras:
     detach_log_probs: bool = False
 
     def of_rows(self, select: Sequence[Tensor]) -> Iterator[ScoreExtras]:
-        """The same extras for each row separately, with the row's part of the support.
+        """Return the same extras for each row separately, with the row's part of the support.
 
         Args:
             select: ``B`` bool tensors ``[T_b]``, the selected tokens.
@@ -170,7 +169,7 @@ class TokenScores(NamedTuple):
 
     @classmethod
     def join(cls, parts: Sequence[TokenScores], *, entropy: bool) -> TokenScores:
-        """Concatenate log-probs (and entropies) of consecutive tokens; there may be none.
+        """Concatenate log-probs (and entropies) of consecutive tokens; ``parts`` may be empty.
 
         Args:
             parts: the scores of each part.
@@ -190,8 +189,8 @@ class TokenScorer(ABC):
         vocab_size: number of ids, if known; ``None`` otherwise.
         layouts: supported layouts of rows of different length in a forward (see
             ``torchrl_llm.modules.backends.layouts``); empty if there is only one.
-        layout: the current layout, may be set to any of ``layouts``; scores and gradients are the
-            same up to rounding. ``None`` if there is only one.
+        layout: the current layout, which can be set to any of ``layouts``. Scores and gradients are
+            the same up to rounding. ``None`` if there is only one layout.
     """
 
     tokenizer: Any = None
@@ -223,11 +222,11 @@ class TokenScorer(ABC):
             The scores of the ``N`` selected positions, row by row.
 
         Raises:
-            ConfigError: it does not support a request of ``extras``.
+            ConfigError: the scorer does not support a request of ``extras``.
         """
 
     def naive_scorer(self) -> TokenScorer | None:
-        """A slow, simple scorer with the same weights, for comparison; ``None`` if there is none.
+        """Return a slow, simple scorer with the same weights, to compare; ``None`` without one.
 
         It supports no extras except the support.
         """
@@ -237,13 +236,13 @@ class TokenScorer(ABC):
 def last_values(
     scorer: TokenScorer, sequences: Sequence[Tensor], *, pad_id: int | None = None
 ) -> Tensor:
-    """The value of each sequence: the value of the state after its last token.
+    """Return the value of each sequence: the value of the state after its last token.
 
     Args:
-        scorer: has a value head, or is a classifier with one output.
+        scorer: scorer with a value head, or a classifier with one output.
         sequences: ``B`` int64 tensors ``[T_b]``.
-        pad_id: the last token is the last one that differs from this, as in transformers'
-            classifiers.
+        pad_id: padding id: the last token that differs from it is the last token of the row, as in
+            transformers' classifiers.
 
     Returns:
         float32 ``[B]``, with gradients if enabled.
@@ -252,7 +251,8 @@ def last_values(
     for ids in sequences:
         kept = (ids != (-1 if pad_id is None else pad_id)).nonzero()
         end = int(kept[-1]) + 1 if len(kept) else 1
-        # A value belongs to the state before a token, so one more token is appended; it is not run.
+        # A value belongs to the state before a token, so one more token is appended. The model does
+        # not run it.
         longer.append(torch.cat([ids[:end], ids[:1]]))
         select.append(torch.arange(end + 1) == end)
     extras = ScoreExtras(values=True, log_probs=False)
@@ -262,7 +262,7 @@ def last_values(
 def check_same_vocabulary(
     first: TokenScorer, second: TokenScorer, *, names: tuple[str, str]
 ) -> None:
-    """Raise if two scorers would decode the same ids differently.
+    """Check that two scorers decode the same ids to the same text.
 
     If both have a tokenizer, their vocabularies must be equal (the embeddings may be padded to
     different sizes); otherwise their numbers of ids must be equal, if both are known.
@@ -270,10 +270,10 @@ def check_same_vocabulary(
     Args:
         first: a scorer.
         second: a different scorer.
-        names: their names in the error.
+        names: names of the scorers for the error.
 
     Raises:
-        ConfigError: they differ.
+        ConfigError: the vocabularies differ.
     """
     tokenizers = first.tokenizer, second.tokenizer
     if None not in tokenizers:

@@ -1,10 +1,10 @@
 """Table of per-token facts: the definition of each number that is attached to a token.
 
-A fact is one entry of :data:`FACTS`: its name, type, key in a row, padding, value for tokens that
-were not sampled, and how the turns of a trajectory are joined. The token record, the policies'
-outputs and readers, the input modes, the wire forms and
+A fact is one entry of :data:`FACTS`. The entry defines its name, dtype, key in a row, padding,
+value for tokens that were not sampled, and how the turns of a trajectory are joined. The token
+record, the policies' outputs and readers, the input modes, the packed rows and
 :class:`~torchrl_llm.data.replay_buffers.JoinTurns` use the table. :func:`register_fact` adds your
-own fact, which is then passed all the way from a backend to a loss.
+own fact, which is then passed from a backend to a loss.
 
 The ids that truncated sampling kept are several numbers per token and therefore have their own
 class, :class:`~torchrl_llm.data.scoring.Support`.
@@ -38,7 +38,7 @@ _TAKEN_NODES = frozenset(
         *("done", "terminated", "truncated", "truncation_reason"),
     )
 )
-# A record's support in the wire forms, next to its facts; most records have none.
+# Key of a record's support in packed rows, next to its facts; most records have no support.
 SUPPORT_COLUMNS = ("support_ids", "support_counts")
 # A record is pickled as NumPy arrays.
 _DTYPES = (
@@ -55,25 +55,25 @@ class TokenFact:
         name: its name in the table, in ``Completion.facts`` and in
             :attr:`TokenRecord.facts <torchrl_llm.data.record.TokenRecord>`.
         dtype: dtype of the column.
-        key: the column in a row, ``(node, column)``, aligned with ``("tokens", "full")``. If the
-            column is called ``"full"``, text and tokens mode carry the prompt's part as ``(node,
-            "prompt")``; any other key is the same for both.
+        key: key of the column in a row, ``(node, column)``, aligned with ``("tokens", "full")``. If
+            the column is ``"full"``, text and tokens mode store the prompt's values as ``(node,
+            "prompt")``. Any other column has the same key for prompts.
         default: value of tokens that were not sampled or have no value; ``None`` if each token
             always has a value.
         padding: value that fills padded columns. ``prompt`` is padded on the left and ``response``
             on the right; ``full`` and columns aligned with it concatenate the two.
         join: how :class:`~torchrl_llm.data.replay_buffers.JoinTurns` joins the turns of a
-            trajectory. ``"turns"``: each turn's own values at its response, the last turn's at all
-            other tokens; ``"last"``: the last turn's column unchanged.
-        wired: whether it is part of the token record: a backend returns it, it is carried from turn
-            to turn of the conversation, and both wire forms of records contain it. A fact that is
-            not wired is a column that a transform writes.
+            trajectory. ``"turns"`` takes the values of each response from its own turn, and all
+            other values from the last turn. ``"last"`` takes the last turn's column.
+        wired: whether the fact is part of the token record. A backend then returns it, each turn of
+            the conversation keeps the values of earlier turns, and both packed forms of records
+            contain it. A fact that is not wired is a column that a transform writes.
         parts: whether policies and ``JoinTurns`` also write ``(node, "response")``, a slice of
             ``(node, "full")``.
         shape: shape of one token's value; ``()`` for a number.
 
     Raises:
-        ConfigError: for values that contradict each other.
+        ConfigError: values contradict each other.
 
     Example:
         >>> route = TokenFact(
@@ -115,28 +115,28 @@ class TokenFact:
 
     @property
     def prompt_key(self) -> tuple[str, str]:
-        """Key of the values of the next prompt's tokens in text and tokens mode."""
+        """Key of the values for the next prompt's tokens in text and tokens mode."""
         return (self.key[0], "prompt") if self.key[1] == "full" else self.key
 
     @property
     def carried(self) -> bool:
-        """Whether text and tokens mode carry it from turn to turn, next to the ids."""
-        # The columns of the trace belong together: one alone would belong to other tokens.
+        """Whether text and tokens mode pass the fact from turn to turn, next to the ids."""
+        # The columns of the trace belong together: a single column would belong to other tokens.
         return self.wired or self.key[0] == "trace"
 
     def filled(self, length: int) -> Tensor:
-        """The default at each of ``length`` tokens."""
+        """Return a column of ``length`` default values."""
         return torch.full((length, *self.shape), self.default, dtype=self.dtype)
 
     def check(self, values: Any, length: int) -> None:
-        """Raise if ``values`` is not a column of this fact.
+        """Check that ``values`` is a column of this fact.
 
         Args:
             values: the column.
             length: its number of tokens.
 
         Raises:
-            DataError: it is not a tensor, or has a different dtype or shape.
+            DataError: ``values`` is not a tensor, or has a different dtype or shape.
         """
         if not isinstance(values, Tensor):
             raise DataError(
@@ -226,7 +226,7 @@ _BUILT_IN = (
 _TABLE: dict[str, TokenFact] = {fact.name: fact for fact in _BUILT_IN}
 
 FACTS: Mapping[str, TokenFact] = MappingProxyType(_TABLE)
-"""All facts by name: the built-in ones first, then those of :func:`register_fact`."""
+"""All facts by name: first the built-in facts, then those of :func:`register_fact`."""
 
 RECORD_COLUMNS: tuple[str, ...] = tuple(fact.name for fact in _BUILT_IN if fact.wired)
 """Built-in facts that are fields of :class:`~torchrl_llm.data.record.TokenRecord`, in order."""
@@ -235,9 +235,9 @@ RECORD_COLUMNS: tuple[str, ...] = tuple(fact.name for fact in _BUILT_IN if fact.
 def register_fact(fact: TokenFact) -> TokenFact:
     """Add a fact to the table.
 
-    Register it before environments and policies are built, and in every process that samples,
-    collects or trains, for instance in a module that all of them import. The same entry may be
-    registered again.
+    Register the fact before environments and policies are built. Do this in every process that
+    samples, collects or trains, for example in a module that all of them import. Registering the
+    same entry again has no effect.
 
     Args:
         fact: the entry.
@@ -246,7 +246,7 @@ def register_fact(fact: TokenFact) -> TokenFact:
         The entry.
 
     Raises:
-        ConfigError: a different fact has its name or key, its node is reserved in rows, or a wired
+        ConfigError: another fact has the same name or key, the node is reserved in rows, or a wired
             fact has no default.
 
     Example:
@@ -282,7 +282,7 @@ def register_fact(fact: TokenFact) -> TokenFact:
 
 
 def unregister_fact(name: str) -> None:
-    """Remove a registered fact from the table; rows that have its column keep it.
+    """Remove a registered fact from the table; existing rows keep its column.
 
     Args:
         name: name of the fact.
@@ -302,17 +302,17 @@ def _registered() -> list[TokenFact]:
 
 
 def added_facts() -> list[TokenFact]:
-    """Registered facts that are part of the token record."""
+    """Return the registered facts that are part of the token record."""
     return [fact for fact in _registered() if fact.wired]
 
 
 def carried_facts() -> list[TokenFact]:
-    """Facts that text and tokens mode carry from turn to turn."""
+    """Return the facts that text and tokens mode pass from turn to turn."""
     return [fact for fact in _TABLE.values() if fact.carried]
 
 
 def find_fact(name: str) -> TokenFact:
-    """A fact by name.
+    """Return a fact by name.
 
     Args:
         name: the registered name.
@@ -334,7 +334,7 @@ def by_node(columns: Mapping[tuple[str, str], Any]) -> dict[str, dict[str, Any]]
     """Group values under two-part keys into one mapping per node.
 
     Args:
-        columns: any values by ``(node, column)``.
+        columns: any values, by ``(node, column)``.
 
     Example:
         >>> by_node({("trace", "turn"): 1, ("trace", "source"): 2, ("log_probs", "full"): 3})
@@ -347,7 +347,7 @@ def by_node(columns: Mapping[tuple[str, str], Any]) -> dict[str, dict[str, Any]]
 
 
 def node_dtypes(node: str) -> dict[str, torch.dtype]:
-    """The token-aligned columns of a node and their dtypes.
+    """Return the token-aligned columns of a node and their dtypes.
 
     Args:
         node: ``"tokens"``, ``"log_probs"``, ``"trace"``, ``"masks"`` or the node of a registered
@@ -366,7 +366,7 @@ def node_dtypes(node: str) -> dict[str, torch.dtype]:
 
 
 def padding_of(node: str, column: str) -> tuple[float, Side]:
-    """The padding value of a dense column, and its side.
+    """Return the padding value of a dense column, and the side of the padding.
 
     Args:
         node: name of the node in a row.

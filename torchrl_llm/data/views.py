@@ -1,4 +1,4 @@
-"""Typed views over the columns of a batch: tokens, log-probs, masks, text, chats, trace.
+"""Typed views of the columns of a batch: tokens, log-probs, masks, text, chats, trace.
 
 Each class is a view: ``Tokens._from_tensordict(node)`` wraps the stored node, ragged (a lazy stack
 of rows) or dense (padded), without a copy. Ragged columns are read as lists, ``tokens.get("full",
@@ -49,11 +49,11 @@ class _View:
 
     @classmethod
     def default_spec(cls, shape: Any = (-1,), keys: list[str] | None = None) -> Composite:
-        """Spec of the container with one dynamic dimension for the tokens.
+        """Return the spec of the container, with one dynamic dimension for the tokens.
 
         Args:
             shape: batch dimensions followed by the dynamic token dimension, ``(*B, -1)``.
-            keys: the fields to declare; all token-aligned ones by default.
+            keys: the fields to declare; all token-aligned fields by default.
         """
         shape = torch.Size(shape)
         names = list(cls._dtypes) if keys is None else keys
@@ -67,13 +67,13 @@ class Tokens(conversions.TokensConversions, TensorClass["nocast"], _View):
     Attributes:
         prompt: int64 ``[B, P]``; padded on the left when dense.
         response: int64 ``[B, R]``; padded on the right when dense.
-        full: int64 ``[B, T]``, prompt and response without a gap; when dense, both are
-            concatenated, ``full[:, P:]`` is the response.
+        full: int64 ``[B, T]``, prompt and response without a gap. When dense, the padded prompt and
+            response are concatenated, so that ``full[:, P:]`` is the response.
         finish_reason: int8 ``[B]``, codes of :class:`~torchrl_llm.data.enums.FinishReason`.
         temperature: float32 ``[B]``, sampling temperature of the response (1.0 for greedy).
         truncated_support: bool ``[B]``, whether top-k, top-p or min-p truncated the distribution
-            and the kept ids were not stored (see :class:`TokenSupport`); ratios of such rows are
-            not defined.
+            without storing the kept ids (see :class:`TokenSupport`). Ratios of such rows are not
+            defined.
 
     Example:
         >>> from torchrl_llm.data.ragged import ragged_rows
@@ -96,7 +96,7 @@ class LogProbs(TensorClass["nocast"], _View):
     Attributes:
         prompt: float32 ``[B, P]``.
         response: float32 ``[B, R]``.
-        full: float32 ``[B, T]``; 0.0 at index 0 and wherever nothing was sampled or scored.
+        full: float32 ``[B, T]``; 0.0 at index 0 and at tokens that were neither sampled nor scored.
     """
 
     prompt: Tensor | None = None
@@ -136,14 +136,13 @@ class TokenTrace(TensorClass["nocast"], _View):
 class TokenSupport(TensorClass["nocast"], _View):
     """The ids that top-k, top-p or min-p kept for each token, if recorded.
 
-    A ratio is defined on these ids only; losses and scoring policies read them. The counts are
-    aligned with ``tokens.full``. The ids are not: they are concatenated for all tokens, ``S =
-    counts.sum()``.
+    A ratio is defined only on these ids; losses and scoring policies read them. The counts are
+    aligned with ``tokens.full``. The ids of all tokens are concatenated, ``S = counts.sum()``.
 
     Attributes:
-        token_ids: int32 ``[B, S]``; padded on the right when dense, the counts give the number of
-            real ids.
-        counts: int32 ``[B, T]``; 0 where nothing was sampled or truncated.
+        token_ids: int32 ``[B, S]``; padded on the right when dense (the counts give the number of
+            real ids).
+        counts: int32 ``[B, T]``; 0 at tokens that were not sampled or not truncated.
     """
 
     token_ids: Tensor | None = None
@@ -156,7 +155,7 @@ class Text(conversions.TextConversions, TensorClass["nocast"]):
     Attributes:
         prompt: the prompt with its template's special tokens.
         response: the response as sampled.
-        full: both, without a gap.
+        full: prompt and response, without a gap.
     """
 
     prompt: str | None = None
@@ -165,7 +164,7 @@ class Text(conversions.TextConversions, TensorClass["nocast"]):
 
     @classmethod
     def default_spec(cls, shape: Any = (-1,), keys: list[str] | None = None) -> Composite:
-        """Spec of the container; ``shape`` ends with a dimension that strings do not have."""
+        """Return the spec of the container; strings do not have the last dimension of ``shape``."""
         shape = torch.Size(shape)[:-1]
         names = ["prompt", "response", "full"] if keys is None else keys
         leaves = {name: NonTensor(shape=shape, example_data="a string") for name in names}
@@ -178,7 +177,7 @@ class ChatHistory(conversions.ChatConversions, TensorClass["nocast"]):
     Attributes:
         prompt: the conversation that the model answers.
         response: the one message of the answer.
-        full: both.
+        full: prompt and response together.
     """
 
     prompt: Any = None
@@ -187,10 +186,11 @@ class ChatHistory(conversions.ChatConversions, TensorClass["nocast"]):
 
     @classmethod
     def default_spec(cls, shape: Any = (-1,), keys: list[str] | None = None) -> Composite:
-        """Spec of the container, each field a :meth:`History.default_spec`.
+        """Return the spec of the container; each field is a :meth:`History.default_spec`.
 
         Args:
-            shape: as in TorchRL, batch dimensions and one that is dropped; messages have one more.
+            shape: as in TorchRL: the batch dimensions, and one dimension that is dropped. Messages
+                have one more dimension.
             keys: the fields to declare; all by default.
         """
         shape = tuple(shape)
@@ -206,7 +206,7 @@ class _Made:
 
     @staticmethod
     def columns(view: Any) -> dict[str, list[Any]]:
-        """The filled columns of a view by name, each a list of rows."""
+        """Return the filled columns of a view by name, each as a list of rows."""
         if isinstance(view, Tokens):
             found = {name: read_rows(view, name, None) for name in ("prompt", "response", "full")}
             return {name: rows for name, rows in found.items() if rows is not None}
@@ -237,10 +237,10 @@ class _Made:
 
 
 def _empty_rows(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """``empty`` of the token-aligned containers: ragged, because there is no dense data yet.
+    """Implement ``empty``: the result is ragged, because there is no dense data yet.
 
-    TorchRL's ``step_mdp`` fills it with the answers of a policy, which may be padded, and with the
-    next prompts of an environment, which are ragged.
+    TorchRL's ``step_mdp`` fills the result with a policy's answers, which may be padded, and with
+    an environment's next prompts, which are ragged.
     """
     node = self._tensordict.empty(*args, **kwargs)
     if not isinstance(node, LazyStackedTensorDict) and node.batch_dims == 1 and len(node):
@@ -249,12 +249,12 @@ def _empty_rows(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _stack_dim(self: Any) -> int:
-    """The dimension to unbind when these rows are stacked with ragged ones."""
+    """Return the dimension to unbind when these rows are stacked with ragged rows."""
     return getattr(self._tensordict, "stack_dim", 0)
 
 
 def _with_padded(init: Any) -> Any:
-    """Constructor with ``padded``, which is not a column: the form of the rows determines it.
+    """Make a constructor with ``padded``, which the form of the rows determines.
 
     ``padded=False`` with dense columns converts them to ragged rows of one length.
     """

@@ -1,6 +1,7 @@
-"""Watchdog thread for calls that may never return: ends them, or reports that they take long.
+"""Watchdog thread that ends calls that may never return, or reports that they take long.
 
-A call costs a microsecond: it is entered into a dict, which one thread of the process polls.
+Watching a call costs a microsecond: the call is added to a dict, which one thread of the process
+polls.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ def watching(seconds: float, act: Callable[[], float | None]) -> Iterator[None]:
 
     Args:
         seconds: the time limit.
-        act: called after the limit, and again after the number of seconds that it returns, ``None``
-            for no more calls. It may be called once just after the block has ended.
+        act: function that is called after the limit, and again after the number of seconds that it
+            returns (``None`` for no more calls). It may be called once just after the block has
+            ended.
     """
     token = _enter(seconds, act)
     try:

@@ -1,17 +1,16 @@
 """Codec of rows: a few long tensors and a table of objects, for pickles, networks and files.
 
 In memory, rows have one small tensor per row and key. Pickling a batch in this form costs twenty
-times too much, and a row that is a view includes its whole storage. :func:`pack_rows` turns any
-rows into columns: ragged tensors, strings, other objects, chats with their token records, keys that
-only some rows have, and the tensorclass of every node. :class:`PackedRows` can read any row without
-the others, and :meth:`PackedRows.unpack` returns all of them.
+times as much, and a row that is a view includes its whole storage. :func:`pack_rows` converts any
+rows to columns. It supports ragged tensors, strings, other objects, chats with their token records,
+keys that only some rows have, and the tensorclass of every node. :class:`PackedRows` can read any
+row without the others, and :meth:`PackedRows.unpack` returns all rows.
 
-Processes that trust each other pickle packed rows. :func:`encode` writes them as bytes for
-untrusted connections, and :meth:`PackedRows.open` reads these, in place in a file or from a
-network: it checks the bytes first, runs no code, and raises a
-:class:`~torchrl_llm.errors.DataError` for invalid data. Time and memory of reading are bounded by
-the number of bytes: each row of each node and column, and each use of a tensor, needs its share of
-them.
+Processes that trust each other pickle packed rows. For untrusted connections, :func:`encode` writes
+them as bytes. :meth:`PackedRows.open` reads these bytes, in place in a file or from a network. It
+checks the bytes first, runs no code, and raises a :class:`~torchrl_llm.errors.DataError` for
+invalid data. The number of bytes limits time and memory of reading: each row of each node and
+column, and each use of a tensor, needs some bytes of its own.
 
 Next: :mod:`torchrl_llm.data.safe_values` for the form of single values,
 :mod:`torchrl_llm.data.rollout_store` for files of rows.
@@ -60,7 +59,7 @@ from torchrl_llm.errors import DataError
 _MAX_PATH = 32
 # Key of the other values of a token record; not the name of a fact.
 _REST = "*"
-# Number of rows that are cut out of their columns one by one, before all are cut at once.
+# After this many rows have been cut out of their columns one by one, all rows are cut together.
 _FEW_ROWS = 4
 _to_json = json.JSONEncoder(separators=(",", ":")).encode
 _from_json = json.JSONDecoder().decode
@@ -85,7 +84,7 @@ class PackedColumn(NamedTuple):
 
 
 class _Chat(NamedTuple):
-    """A chat in a table: its messages, and the index of its record, -1 for none."""
+    """A chat in a table: its messages, and the index of its record (-1 for none)."""
 
     messages: tuple[dict[str, Any], ...]
     record: int
@@ -93,7 +92,7 @@ class _Chat(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Table:
-    """Objects and token records, each once, to which columns refer by index."""
+    """Objects and token records, each stored once; columns refer to them by index."""
 
     objects: Sequence[Any] = ()
     records: PackedRows | None = None
@@ -106,7 +105,7 @@ class _Table:
         return _slots(self, row_records={}, _cells={})
 
     def cell(self, place: int) -> NonTensorData:
-        """The cell of an object; rows share it unless it is a chat."""
+        """Return the cell of an object; rows share it unless it is a chat."""
         found = self._cells.get(place)
         if found is not None:
             return found
@@ -134,7 +133,7 @@ class _Whole:
 
 @dataclass(slots=True, eq=False)
 class PackedRows:
-    """Rows as columns, created by :func:`pack_rows` or :meth:`open`; picklable, read by index.
+    """Rows stored as columns, from :func:`pack_rows` or :meth:`open`; picklable, read by index.
 
     Attributes:
         num_rows: number of rows.
@@ -160,10 +159,10 @@ class PackedRows:
         """Read rows that :func:`encode` wrote.
 
         Args:
-            buffer: untrusted. Bytes are checked as a whole, and the rows have their own memory. In
-                a writable buffer, such as a memory map, each row is checked when it is read, and
-                its tensors are views: clone them before you change them.
-            start: where the message begins.
+            buffer: untrusted data. ``bytes`` are checked as a whole, and the rows have their own
+                memory. In a writable buffer, such as a memory map, each row is checked when it is
+                read. Its tensors are views: clone them before you change them.
+            start: position where the message begins.
 
         Raises:
             DataError: the bytes are truncated, damaged or not such rows.
@@ -201,10 +200,10 @@ class PackedRows:
             raise safe_bytes.told(f"row {index} is malformed", error) from None
 
     def unpack(self) -> LazyStackedTensorDict:
-        """All rows as a lazy stack of batch size ``[N]``.
+        """Return all rows as a lazy stack of batch size ``[N]``.
 
-        The tensors of a row are views of the long tensors, so one row keeps all of them alive; see
-        :func:`~torchrl_llm.data.nodes.own_rows`.
+        The tensors of a row are views of the long tensors, so one row keeps all of these in memory;
+        see :func:`~torchrl_llm.data.nodes.own_rows`.
 
         Raises:
             ValueError: there are no rows; a lazy stack cannot be empty.
@@ -257,7 +256,7 @@ def _where(rows: list[int] | None) -> dict[int, int] | None:
 
 
 def pack_rows(rows: TensorDictBase | Iterable[TensorDictBase]) -> PackedRows:
-    """Turn rows into columns.
+    """Convert rows to columns.
 
     Args:
         rows: a tensordict of batch size ``[N]``, or tensordicts without batch dimension. Rows may
@@ -267,7 +266,7 @@ def pack_rows(rows: TensorDictBase | Iterable[TensorDictBase]) -> PackedRows:
         The packed rows. Tensors are copied; objects are referenced.
 
     Raises:
-        ValueError: for a tensordict with more or less than one batch dimension.
+        ValueError: a tensordict does not have exactly one batch dimension.
 
     Example:
         >>> from torchrl_llm.data.ragged import ragged_rows, read_rows

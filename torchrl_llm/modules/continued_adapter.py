@@ -1,4 +1,4 @@
-"""An existing LoRA adapter: its configuration, its base model, and the two combined."""
+"""Finds an existing LoRA adapter and its base model, and combines the two."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FEATURE = "a model that is an adapter"
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter as PEFT writes it.
+    """A LoRA adapter in the form that PEFT saves.
 
     Attributes:
         name: its folder, or its name on the hub.
@@ -35,21 +35,22 @@ class Adapter:
     config: Mapping[str, Any]
 
     def changed(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
-        """Settings that contradict the adapter's, with the adapter's values.
+        """Return the settings that contradict the adapter's, with the adapter's values.
 
         Args:
-            wanted: arguments of ``peft.LoraConfig``. Dropout may differ: no weight depends on it.
+            wanted: arguments of ``peft.LoraConfig``. Dropout may differ, because no weight depends
+                on it.
         """
         given = {name: value for name, value in wanted.items() if name != "lora_dropout"}
         own = {name: self.config.get(name) for name in given}
         return {name: own[name] for name, value in given.items() if not _equal(value, own[name])}
 
     def form(self, lora: Mapping[str, Any] | Any) -> Any:
-        """Its ``peft.LoraConfig``, for further training.
+        """Return its ``peft.LoraConfig``, for further training.
 
         Args:
-            lora: arguments of that class, or an instance: each must equal the adapter's or be left
-                out, except ``lora_dropout``.
+            lora: arguments of that class, or an instance. Each argument except ``lora_dropout``
+                must equal the adapter's or be left out.
 
         Raises:
             ConfigError: they contradict the adapter.
@@ -68,12 +69,12 @@ class Adapter:
         return config
 
     def attach(self, model: nn.Module, lora: Mapping[str, Any] | Any | None) -> nn.Module:
-        """The base with the adapter: for further training, or merged into the base's weights.
+        """Add the adapter to the base: for further training, or merged into the base's weights.
 
         Args:
             model: the base.
-            lora: as in :meth:`form`; ``None`` to merge, which is not possible with quantized
-                weights.
+            lora: as in :meth:`form`; ``None`` merges the adapter, which is not possible with
+                quantized weights.
 
         Raises:
             ConfigError: as in :meth:`form`, or for weights that do not fit the base.
@@ -105,13 +106,13 @@ class Adapter:
 
 
 def find_adapter(name_or_path: str | PathLike[str] | None) -> Adapter | None:
-    """The adapter of that name; ``None`` if the name is a model or unknown.
+    """Find the adapter of that name; return ``None`` if the name is a model or unknown.
 
     Args:
         name_or_path: a folder, or a name on the hub; ``None`` for the embedded chat model.
 
     Raises:
-        ConfigError: an adapter that cannot be used with a causal language model, or without a base.
+        ConfigError: the adapter cannot be used with a causal language model, or names no base.
 
     Example:
         >>> find_adapter(None) is None
@@ -152,7 +153,7 @@ def find_adapter(name_or_path: str | PathLike[str] | None) -> Adapter | None:
 
 
 def base_of(name_or_path: str | PathLike[str] | None) -> str | PathLike[str] | None:
-    """The base model of an adapter; other names are returned unchanged.
+    """Return the base model of an adapter; return other names unchanged.
 
     Args:
         name_or_path: as in :func:`find_adapter`.
@@ -166,7 +167,7 @@ def base_of(name_or_path: str | PathLike[str] | None) -> str | PathLike[str] | N
 
 
 def _config_file(name_or_path: str | PathLike[str]) -> Path | None:
-    """The configuration of an adapter; a folder with a model's configuration is a model."""
+    """Find an adapter's configuration; a folder with a model's configuration is a model."""
     path = Path(name_or_path)
     if path.exists():
         file = path / _CONFIG
@@ -186,7 +187,7 @@ def _hub_file(name: str | PathLike[str], file: str) -> Path | None:
 
 
 def has_tokenizer(adapter: Adapter, patterns: tuple[str, ...]) -> bool:
-    """Whether an adapter includes a tokenizer.
+    """Return whether an adapter includes a tokenizer.
 
     Args:
         adapter: the adapter.

@@ -39,31 +39,31 @@ def load_model(
     gradient_checkpointing: bool = False,
     device: torch.device | str | None = None,
 ) -> nn.Module:
-    """A Hugging Face causal language model, in eval mode.
+    """Load a Hugging Face causal language model, in eval mode.
 
     Args:
         name_or_path: a name on the hub or a folder; ``None`` for the embedded chat model. For a
-            LoRA adapter written by PEFT, its base model is loaded too: with ``lora`` the adapter is
-            trained further, without it is merged into the weights.
-        dtype: dtype of the weights, ``"bfloat16"`` or ``torch.bfloat16``. Float32 by default: use
-            low precision through autocast, over float32 weights.
+            LoRA adapter written by PEFT, its base model is loaded too. With ``lora`` the adapter is
+            trained further; without ``lora`` it is merged into the weights.
+        dtype: dtype of the weights, for example ``"bfloat16"`` or ``torch.bfloat16``; float32 by
+            default. For low precision, use autocast over float32 weights.
         attn_implementation: ``"sdpa"``, ``"eager"``, ``"flex_attention"`` or
             ``"flash_attention_2"``; the model's by default.
         lora: a ``peft.LoraConfig``, or its arguments (``r``, ``lora_alpha``, ``lora_dropout``,
             ``target_modules``, ...), to train adapters instead of the weights. For an existing
-            adapter they must equal the adapter's: ``{}``, or a repetition of some of them.
+            adapter, pass ``{}`` or some of the adapter's own values.
         quantization: ``"4bit"`` or ``"8bit"``: round the weights of linear layers to this many bits
-            while they are read, see ``torchrl_llm.modules.quantization``. They are never trained,
-            and no adapter is merged into them.
-        gradient_checkpointing: do not keep the layers' activations in training, but recompute them.
+            while they are read, see ``torchrl_llm.modules.quantization``. Quantized weights are
+            never trained, and no adapter is merged into them.
+        gradient_checkpointing: recompute the layers' activations in training instead of storing
+            them.
         device: device of the model; the CPU by default.
 
     Raises:
-        ConfigError: if there is no such model, for an unknown dtype or LoRA argument, for an
-            attention whose package is not installed, or for an adapter without its base, for
-            different layers, or with arguments that differ from ``lora``.
-        MissingExtraError: for ``lora`` or an adapter without peft, or ``quantization`` without its
-            package.
+        ConfigError: the model does not exist; a dtype or LoRA argument is unknown; the package of
+            the attention is not installed; or an adapter has no base, does not fit the layers of
+            its base, or differs from ``lora``.
+        MissingExtraError: ``lora`` or an adapter needs peft, or ``quantization`` needs its package.
 
     Example:
         >>> load_model().dtype
@@ -76,7 +76,7 @@ def load_model(
     if quantization is not None:
         options |= loading_options(quantization, options["dtype"], device or "cpu")
         if adapter is None and base is not None and Path(base).is_dir():
-            # Checkpoints of adapters name their base; they may be opened from a different folder.
+            # Checkpoints of adapters name their base, and may be opened from a different folder.
             name_or_path = base = Path(base).resolve()
     if base is not None and (Path(base) / "config.json").is_file():
         try:
@@ -107,16 +107,16 @@ def load_reward_model(
     gradient_checkpointing: bool = False,
     device: torch.device | str | None = None,
 ) -> nn.Module:
-    """A Hugging Face sequence classifier with one output, in eval mode.
+    """Load a Hugging Face sequence classifier with one output, in eval mode.
 
     Args:
-        name_or_path: as in :func:`load_model`. A causal model gets a new head, with torch's random
-            numbers.
-        tokenizer: tokenizer that pads the rows; the model gets its pad id, and a tokenizer without
-            one pads with its end-of-text id.
+        name_or_path: as in :func:`load_model`. A causal model gets a new head, drawn from torch's
+            random numbers.
+        tokenizer: tokenizer that pads the rows; the model gets its pad id. A tokenizer without a
+            pad id pads with its end-of-text id.
         dtype: as in :func:`load_model`.
         attn_implementation: as there.
-        lora: arguments of ``peft.LoraConfig``; the head is trained whole.
+        lora: arguments of ``peft.LoraConfig``; all weights of the head are trained.
         gradient_checkpointing: as in :func:`load_model`.
         device: as there.
 
@@ -151,7 +151,7 @@ def load_reward_model(
 
 
 def check_reward_model(name_or_path: str | PathLike[str]) -> None:
-    """Raise if a model is not a trained reward model, by its configuration alone.
+    """Check by the configuration alone that a model is a trained reward model.
 
     Args:
         name_or_path: a name on the hub or a folder.
@@ -179,7 +179,7 @@ def _ready(
     if device is not None:
         model = model.to(device)
     if gradient_checkpointing:
-        # The reentrant form loses gradients if the input needs none, as with LoRA.
+        # The reentrant form loses gradients if the input needs no gradient, as with LoRA.
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if lora is not None:
         model = _with_lora(model, lora)
@@ -192,10 +192,10 @@ def empty_model(
     dtype: str | torch.dtype = torch.float32,
     lora: Mapping[str, Any] | Any | None = None,
 ) -> nn.Module:
-    """A model's layers without weight values, on torch's ``meta`` device, for counting.
+    """Build a model's layers without weight values, on torch's ``meta`` device, for counting.
 
-    Only the configuration is read, so a folder with only ``config.json`` is enough. For an adapter
-    this is the base model, with an adapter of the same form if ``lora`` is given.
+    Only the configuration is read, so a folder with only ``config.json`` is enough. For an adapter,
+    the result is the base model; with ``lora``, it has an adapter of the same form.
 
     Args:
         name_or_path: as in :func:`load_model`.
@@ -228,7 +228,7 @@ def empty_model(
 def empty_reward_model(
     name_or_path: str | PathLike[str], *, dtype: str | torch.dtype = torch.float32
 ) -> nn.Module:
-    """The layers of a reward model without weight values, as in :func:`empty_model`.
+    """Build the layers of a reward model without weight values, as in :func:`empty_model`.
 
     Args:
         name_or_path: as in :func:`load_reward_model`.
@@ -245,14 +245,14 @@ def empty_reward_model(
 
 
 def load_tokenizer(name_or_path: str | PathLike[str] | None = None) -> Any:
-    """A fast tokenizer.
+    """Load a fast tokenizer.
 
     Args:
         name_or_path: a name on the hub or a folder; ``None`` for the embedded model's. An adapter
             without a tokenizer uses its base's.
 
     Raises:
-        ConfigError: when there is no such tokenizer.
+        ConfigError: the tokenizer does not exist.
 
     Example:
         >>> load_tokenizer().is_fast
@@ -274,7 +274,7 @@ def load_tokenizer(name_or_path: str | PathLike[str] | None = None) -> Any:
 
 
 def context_length(name_or_path: str | PathLike[str] | None = None) -> int | None:
-    """Context length of a model in tokens, from its configuration alone; no weights are read.
+    """Return a model's context length in tokens, from its configuration; reads no weights.
 
     Args:
         name_or_path: a name on the hub or a folder; ``None`` for the embedded chat model.
@@ -283,7 +283,7 @@ def context_length(name_or_path: str | PathLike[str] | None = None) -> int | Non
         ``None`` if the configuration does not contain it.
 
     Raises:
-        ConfigError: when there is no such model.
+        ConfigError: the model does not exist.
 
     Example:
         >>> context_length()
@@ -293,7 +293,7 @@ def context_length(name_or_path: str | PathLike[str] | None = None) -> int | Non
 
 
 def context_of(config: Any) -> int | None:
-    """Longest possible row in tokens, by a model's configuration; ``None`` if it states none.
+    """Return the longest possible row in tokens, by a model's configuration; ``None`` if unknown.
 
     Args:
         config: configuration of a Hugging Face model.
@@ -304,10 +304,11 @@ def context_of(config: Any) -> int | None:
 
 
 def rotary_limit(config: Any) -> int | None:
-    """Longest row whose log-probs do not depend on its length; ``None`` if there is no limit.
+    """Return the longest row whose log-probs do not depend on its length; ``None`` without limit.
 
-    LongRoPE and dynamic NTK rotate all positions of a call by different angles once one row is
-    longer. Then early tokens of a row depend on later ones, and rows on other rows of the call.
+    If one row is longer, LongRoPE and dynamic NTK rotate all positions of the call by different
+    angles. Then early tokens of a row depend on later tokens, and rows depend on other rows of the
+    call.
 
     Args:
         config: configuration of a Hugging Face model.
@@ -328,14 +329,14 @@ def rotary_limit(config: Any) -> int | None:
 
 
 def check_rotary(limit: int | None, tokens: int) -> None:
-    """Raise for rows above :func:`rotary_limit`.
+    """Check that no row is longer than :func:`rotary_limit`.
 
     Args:
         limit: rotary limit of the model.
         tokens: length of the longest row.
 
     Raises:
-        ConfigError: the rows are too long; the message suggests what to do.
+        ConfigError: the rows are too long; the message suggests a solution.
     """
     if limit is not None and tokens > limit:
         raise ConfigError(
@@ -348,14 +349,14 @@ def check_rotary(limit: int | None, tokens: int) -> None:
 
 
 def end_token_ids(name_or_path: str | PathLike[str] | None, tokenizer: Any) -> tuple[int, ...]:
-    """Ids that end a response, from the tokenizer and the model's two configurations.
+    """Return the ids that end a response, from tokenizer and the model's two configurations.
 
     Args:
         name_or_path: a name on the hub or a folder; ``None`` for the embedded chat model.
         tokenizer: tokenizer of the model.
 
     Raises:
-        ConfigError: when there is no such model.
+        ConfigError: the model does not exist.
     """
     config = _load(AutoConfig, "model", name_or_path, {})
     path = embedded_model_path() if name_or_path is None else base_of(name_or_path)
@@ -363,7 +364,7 @@ def end_token_ids(name_or_path: str | PathLike[str] | None, tokenizer: Any) -> t
 
 
 def known_eos(*sources: Any) -> tuple[int, ...]:
-    """All ids that end a response, from tokenizer and configurations together.
+    """Return all ids that end a response, from tokenizer and configurations together.
 
     Args:
         sources: objects that may have an ``eos_token_id``.
@@ -410,7 +411,7 @@ def _load(
 
 
 def _generation_config(name_or_path: str | PathLike[str]) -> GenerationConfig | None:
-    """The generation configuration of a model; ``None`` if it has none."""
+    """Return the generation configuration of a model; ``None`` if it has none."""
     try:
         return GenerationConfig.from_pretrained(name_or_path)
     except Exception as error:  # as in _load
@@ -424,7 +425,7 @@ def _generation_config(name_or_path: str | PathLike[str]) -> GenerationConfig | 
 
 
 def _load_state(folder: Path, weights: WeightFolder, options: dict[str, Any]) -> nn.Module:
-    """A model with weights from a file that transformers does not look for."""
+    """Load a model with weights from a file that transformers does not look for."""
     config, kind = _load(AutoConfig, "model", folder, {}), type(empty_model(folder))
     options |= {
         "config": config,
@@ -438,14 +439,14 @@ def _load_state(folder: Path, weights: WeightFolder, options: dict[str, Any]) ->
 
 
 def _first_line(error: Exception) -> str:
-    """First line of an error's text, with its type if the text alone may be unclear."""
+    """Return the first line of an error's text, with its type if the text alone is unclear."""
     text = str(error).strip().partition("\n")[0]
     is_plain = isinstance(error, (OSError, ValueError)) and text
     return text if is_plain else f"{type(error).__name__}: {text}"
 
 
 def _missing(kind: str, name: str, error: Exception) -> str:
-    """Why a model or tokenizer cannot be loaded: from a folder, a file or the hub."""
+    """Return why a model or tokenizer cannot be loaded from a folder, a file or the hub."""
     from huggingface_hub import constants
     from huggingface_hub.errors import HFValidationError
 

@@ -1,13 +1,13 @@
-"""Weights of four or eight bits, over which LoRA adapters are trained.
+"""Quantizes weights to four or eight bits; LoRA adapters are trained over them.
 
-bitsandbytes quantizes to four bits (NF4, with scales that are quantized too, arXiv:2305.14314);
-torchao quantizes only the weights to eight bits. Embeddings, head and norms keep their type.
-Without torchao, bitsandbytes quantizes to eight bits (LLM.int8(), arXiv:2208.07339, which on a GPU
-rounds activations too; without outliers, which would make a token depend on the other rows of its
-batch).
+bitsandbytes quantizes to four bits (NF4, with quantized scales, arXiv:2305.14314). torchao
+quantizes only the weights to eight bits. Embeddings, head and norms keep their dtype. Without
+torchao, bitsandbytes quantizes to eight bits (LLM.int8(), arXiv:2208.07339). On a GPU, LLM.int8()
+rounds activations too. Its separate treatment of outliers is turned off, because with it a token
+would depend on the other rows of its batch.
 
-Quantized weights are never merged with an adapter: rounding the sum again would give a different
-model.
+Quantized weights are never merged with an adapter, because rounding the sum again would give a
+different model.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _TABLES = 4 * (16 + 256 + 1)
 
 
 def package_of(bits: Bits) -> str:
-    """The package that quantizes.
+    """Return the package that quantizes.
 
     Args:
         bits: ``"4bit"`` or ``"8bit"``.
 
     Raises:
-        MissingExtraError: none is installed.
+        MissingExtraError: no package is installed.
     """
     names = _PACKAGES[bits]
     found = next((name for name in names if importlib.util.find_spec(name)), names[0])
@@ -45,7 +45,7 @@ def package_of(bits: Bits) -> str:
 
 
 def loading_options(bits: Bits, dtype: torch.dtype, device: torch.device | str) -> dict[str, Any]:
-    """Arguments of ``from_pretrained`` that quantize weights as they are read.
+    """Return arguments of ``from_pretrained`` that quantize weights as they are read.
 
     Args:
         bits: ``"4bit"`` or ``"8bit"``.
@@ -74,7 +74,7 @@ def loading_options(bits: Bits, dtype: torch.dtype, device: torch.device | str) 
 
 
 def prepare(model: nn.Module) -> nn.Module:
-    """Make a newly quantized model compute the same in sampling and in training.
+    """Make a newly quantized model compute the same results in sampling and in training.
 
     Args:
         model: changed in place.
@@ -108,7 +108,7 @@ class _FrozenProduct(torch.autograd.Function):
 
 
 def is_quantized(model: nn.Module) -> bool:
-    """Whether a model, or one within its wrappers, has quantized weights.
+    """Return whether a model, or one within its wrappers, has quantized weights.
 
     Args:
         model: any module.
@@ -117,7 +117,7 @@ def is_quantized(model: nn.Module) -> bool:
 
 
 def weight_bytes(model: nn.Module, bits: Bits | None) -> int:
-    """Bytes of a model's weights after quantization; adapters are not quantized.
+    """Return the bytes of a model's weights after quantization; adapters are not quantized.
 
     Args:
         model: a model that is not quantized, for example without weight values.
@@ -135,7 +135,7 @@ def weight_bytes(model: nn.Module, bits: Bits | None) -> int:
 
 
 def quantized_weights(model: nn.Module) -> list[nn.Parameter]:
-    """The weights that would be quantized: of all linear layers except head and adapters.
+    """Return the weights to quantize: of all linear layers except head and adapters.
 
     Args:
         model: a model that is not quantized.

@@ -1,4 +1,4 @@
-"""Reference policies without a second model: the policy with its adapters off or as loaded."""
+"""Reference policies without a second model: the policy with adapters off, or as loaded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _REFERENCE = "reference"
 
 
 class _SwitchedAdapter(TokenScorer):
-    """Scores tokens with a PEFT policy while its adapters are in a different state."""
+    """Scores tokens with a PEFT policy whose adapters are switched during the call."""
 
     def __init__(self, policy: TokenScorer) -> None:
         self.policy = policy
@@ -31,7 +31,7 @@ class _SwitchedAdapter(TokenScorer):
 
     @abc.abstractmethod
     def _switch(self) -> AbstractContextManager[Any]:
-        """Switch the adapters to that state for the duration of the context."""
+        """Switch the adapters to the reference's state for the duration of the context."""
 
     def token_scores(
         self,
@@ -45,7 +45,7 @@ class _SwitchedAdapter(TokenScorer):
         """See :meth:`~torchrl_llm.data.scoring.TokenScorer.token_scores`; never differentiable.
 
         Raises:
-            ConfigError: while adapters are merged into the base weights.
+            ConfigError: adapters are merged into the base weights.
         """
         with self._switched(), torch.no_grad():
             return self.policy.token_scores(
@@ -73,22 +73,22 @@ class _SwitchedAdapter(TokenScorer):
 
 
 class AdapterDisabled(_SwitchedAdapter):
-    """Scores tokens with a PEFT policy whose adapters are off: the base model, at no extra memory.
+    """Scores tokens with the base model of a PEFT policy (adapters off), at no extra memory.
 
-    For a policy that trains LoRA adapters, training starts from the base weights, so they serve as
-    the reference of a KL term. When the call returns or raises, the adapters are on again and every
-    parameter requires gradients as before. Scoring never builds a graph: with gradient
+    If a policy trains new LoRA adapters, it starts from the base weights, so these serve as the
+    reference of a KL term. After the call, also after an error, the adapters are on again and every
+    parameter requires gradients as before. Scoring never builds a graph, because with gradient
     checkpointing the layers would be computed again with the adapters on.
 
-    The settings of the policy's scorer are kept: temperature, chunks, layout. Sampling in other
-    threads waits during the call; the trainer must not score in another thread.
+    The settings of the policy's scorer (temperature, chunks, layout) apply. Sampling in other
+    threads waits during the call. The trainer must not score in another thread at the same time.
 
     Args:
         policy: a policy wrapper, a backend or a ``CausalScorer`` over a ``peft.PeftModel``.
 
     Raises:
-        ConfigError: when there is no PEFT model, or one that cannot be switched off exactly: prompt
-            learning, trained biases (``LoraConfig(bias=...)``).
+        ConfigError: the model is not a PEFT model, or its adapter cannot be switched off exactly:
+            prompt learning, trained biases (``LoraConfig(bias=...)``).
         MissingExtraError: without peft.
 
     Example:
@@ -108,10 +108,10 @@ class AdapterDisabled(_SwitchedAdapter):
 class AdapterAsLoaded(_SwitchedAdapter):
     """Scores tokens with a PEFT policy and a frozen copy of its current adapter.
 
-    For a policy that continues to train an existing adapter: the reference is that adapter on its
-    base, as at the start of training. A frozen copy of the adapter, without dropout, joins the
-    model under the name ``reference``; it is active while it scores, is not trained, and is in no
-    checkpoint. Otherwise as :class:`AdapterDisabled`.
+    Use it for a policy that continues to train an existing adapter. The reference is that adapter
+    on its base, as at the start of training. A frozen copy of the adapter, without dropout, is
+    added to the model under the name ``reference``. The copy is active during scoring only. It is
+    not trained, and is not in any checkpoint. All else is as in :class:`AdapterDisabled`.
 
     Args:
         policy: as in :class:`AdapterDisabled`. A second reference of the same model shares the copy

@@ -1,4 +1,4 @@
-"""Module that writes the reward of a Hugging Face reward model next to rows of tokens."""
+"""Module that adds the reward of a Hugging Face reward model to rows of tokens."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from torchrl_llm.modules.model_loading import rotary_limit
 
 
 class HFRewardModelWrapper(TensorDictModuleBase):
-    """Scores rows with a sequence classifier that has one output, such as TRL's reward trainer's.
+    """Scores rows with a one-output sequence classifier, such as TRL's reward trainer makes.
 
     Rows may be ragged or padded on any side. Hugging Face's classifiers find the end of a row by
-    ``model.config.pad_token_id``, so rows of different length are padded with that id; a model
-    without one, or with LongRoPE, scores row by row. (Such a classifier reads the score at the last
-    token that is not the pad id, even if a row ends with that id.)
+    ``model.config.pad_token_id``, so rows of different length are padded with that id. A model
+    without a pad id, or with LongRoPE, scores row by row. (Such a classifier reads the score at the
+    last token that is not the pad id, even if a row itself ends with the pad id.)
 
     Args:
         model: takes ``input_ids`` and ``attention_mask`` and returns ``logits`` or ``rewards``
             ``[B]`` or ``[B, 1]``, as an attribute or as a bare tensor.
         token_key: ids of the rows.
-        attention_mask_key: mask of padded rows; ``None`` passes no mask to the model, which
-            requires rows of equal length. Ragged rows need none.
-        reward_key: key of the reward, float32 ``[B]``; ``("next", "reward")`` writes ``[B, 1, 1]``,
-            the form that advantage estimators read.
+        attention_mask_key: mask of padded rows. ``None`` passes no mask to the model, which
+            requires rows of equal length. Ragged rows need no mask.
+        reward_key: key of the reward, float32 ``[B]``. For ``("next", "reward")`` the shape is
+            ``[B, 1, 1]``, which advantage estimators read.
         inference_mode: score without gradients.
 
     Raises:
-        DataError: for rows without ids, or padded ones without a mask.
-        RewardError: if the model does not return a finite number per row.
+        DataError: rows have no ids, or padded rows have no mask.
+        RewardError: the model does not return a finite number per row.
 
     Example:
         >>> from tensordict import TensorDict
@@ -82,7 +82,7 @@ class HFRewardModelWrapper(TensorDictModuleBase):
         return tensordict
 
     def score(self, tensordict: TensorDictBase) -> Tensor:
-        """Rewards of rows.
+        """Compute the rewards of rows.
 
         Args:
             tensordict: rows ``[B]``.
@@ -97,7 +97,7 @@ class HFRewardModelWrapper(TensorDictModuleBase):
             raise DataError("rows of different length need an attention mask: attention_mask_key")
         masks = None if self.attention_mask_key is None else self._masks(tensordict, rows)
         if masks is not None:
-            # Padding in front of a row would move it to other positions.
+            # Padding before a row would shift its positions.
             rows = [row[mask] for row, mask in zip(rows, masks, strict=True)]
         rewards = self.score_ids(rows, masked=masks is not None)
         if not bool(rewards.isfinite().all()):
@@ -106,7 +106,7 @@ class HFRewardModelWrapper(TensorDictModuleBase):
         return rewards
 
     def score_ids(self, rows: list[Tensor], *, masked: bool = True) -> Tensor:
-        """Rewards of rows without padding, finite or not.
+        """Compute the rewards of rows without padding, finite or not.
 
         Args:
             rows: ``B`` int64 tensors ``[T_b]``.
@@ -147,7 +147,7 @@ class HFRewardModelWrapper(TensorDictModuleBase):
 
 
 def _ragged(tensordict: Any, key: NestedKey) -> bool:
-    """Whether a column is one tensor per row, so that it has no padding."""
+    """Return whether a column has one tensor per row, and so no padding."""
     nodes = [tensordict, tensordict if isinstance(key, str) else tensordict.get(key[:-1], None)]
     nodes = [node._tensordict if is_tensorclass(node) else node for node in nodes]
     return any(isinstance(node, LazyStackedTensorDict) for node in nodes)

@@ -1,10 +1,11 @@
-"""Weights of a model in a folder: written in shards, read in each of Hugging Face's formats.
+"""Writes a model's weights to a folder in shards, and reads Hugging Face's formats.
 
-Reading never runs code. Tensors are written one by one, so that no more memory is needed than for
-the largest: a tensor on a different device, spread over ranks (a DTensor) or with an adapter to add
-is made only when it is written. Every rank makes the tensors, and one rank writes them.
+Reading never runs code. Tensors are written one by one, so that writing needs memory only for the
+largest tensor. A tensor that is on a different device, is spread over ranks (a DTensor) or needs an
+adapter added is made only when it is written. Every rank makes the tensors, and one rank writes
+them.
 
-Next: :func:`~torchrl_llm.trainers.save_pretrained` adds the other files of such a folder.
+:func:`~torchrl_llm.trainers.save_pretrained` adds the other files of such a folder.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from torchrl_llm.errors import CheckpointError, ConfigError, DamagedCheckpointEr
 from torchrl_llm.modules.quantization import is_quantized
 
 PICKLED_NAME = "pytorch_model.pt"
-"""Ludic's name for weights in one file, which ``from_pretrained`` does not know."""
+"""Ludic's name for weights in one file; ``from_pretrained`` does not read it."""
 _FORMS = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 _FORMS += (PICKLED_NAME,)
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -49,8 +50,9 @@ class LazyTensor(NamedTuple):
     """A tensor that is made when it is written.
 
     Attributes:
-        like: a tensor of its shape and type; the tensor itself if it is written unchanged.
-        make: makes the whole tensor, on any device. A collective call if it is spread over ranks.
+        like: a tensor with its shape and dtype; the tensor itself if it is written unchanged.
+        make: function that makes the whole tensor, on any device. For a tensor that is spread over
+            ranks, it is a collective call.
     """
 
     like: Tensor
@@ -67,28 +69,29 @@ class LazyTensor(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Number of its bytes in a file."""
+        """Number of bytes of the tensor in a file."""
         return self.like.numel() * self.like.element_size()
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A tensor without gradient, gathered if it is spread over ranks.
+    """Return a tensor without gradient, gathered if it is spread over ranks.
 
     Args:
-        tensor: a collective call for a DTensor.
+        tensor: any tensor; for a DTensor, the function is a collective call.
     """
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def size_in_bytes(size: str | int) -> int:
-    """Number of bytes of a size in Hugging Face's notation.
+    """Convert a size in Hugging Face's notation to bytes.
 
     Args:
-        size: a number of bytes, or as ``"5GB"`` (``KB``, ``MB``, ``GB``, ``TB``: powers of 1000).
+        size: a number of bytes, or a text like ``"5GB"`` (``KB``, ``MB``, ``GB``, ``TB``: powers of
+            1000).
 
     Raises:
-        ConfigError: not a size, or not above 0.
+        ConfigError: the value is not a size, or not above 0.
 
     Example:
         >>> size_in_bytes("5GB"), size_in_bytes("1.5MB"), size_in_bytes(100)
@@ -105,14 +108,14 @@ def write_tensors(file: Path | None, tensors: Mapping[str, LazyTensor]) -> int:
     """Write a safetensors file, tensor by tensor.
 
     Args:
-        file: its path; ``None`` to make the tensors and write nothing, as other ranks do.
+        file: its path; ``None`` makes the tensors and writes nothing, for other ranks.
         tensors: by name.
 
     Returns:
-        Its CRC-32.
+        The CRC-32 of the file.
 
     Raises:
-        CheckpointError: a tensor of a type that such a file cannot store.
+        CheckpointError: the file format does not support the dtype of a tensor.
     """
     # Larger elements first, so that each tensor starts at a multiple of its element size.
     names = sorted(tensors, key=lambda name: (-tensors[name].like.element_size(), name))
@@ -153,9 +156,9 @@ def write_weights(
     """Write weights as ``model.safetensors``, or as shards with an index.
 
     Args:
-        folder: where to; ``None`` to make the tensors and write nothing, as other ranks do.
-        tensors: by name, as ``from_pretrained`` looks for them.
-        max_shard_size: bytes of tensors that a file may hold; a larger tensor gets a separate file.
+        folder: folder to write; ``None`` makes the tensors and writes nothing, for other ranks.
+        tensors: tensors by name, with the names that ``from_pretrained`` expects.
+        max_shard_size: most bytes of tensors in a file; a larger tensor gets a separate file.
 
     Returns:
         CRC-32 of each file of tensors, by its name.
@@ -179,10 +182,10 @@ def write_weights(
 
 
 def holds_whole(model: nn.Module) -> bool:
-    """Whether a checkpoint holds the whole weights of a model, with its adapters added.
+    """Return whether a checkpoint contains a model's whole weights, with adapters added.
 
-    Otherwise it holds only the adapter, for quantized weights, or the files of a module that writes
-    its own.
+    If not, it contains only the adapter (for quantized weights), or the files of a module that
+    writes its own.
 
     Args:
         model: as in :func:`published_weights`.
@@ -192,18 +195,18 @@ def holds_whole(model: nn.Module) -> bool:
 
 
 def published_weights(model: nn.Module) -> dict[str, LazyTensor]:
-    """The weights of a model under the names that ``from_pretrained`` looks for.
+    """Return the weights of a model under the names that ``from_pretrained`` expects.
 
-    Tied weights appear once. LoRA adapters are added to the weights that they adapt, each when it
-    is written; the model in memory is not changed (merging and unmerging in place would round its
-    weights).
+    Tied weights appear once. LoRA adapters are added to the weights that they adapt, when each
+    weight is written. The model in memory is not changed (merging and unmerging in place would
+    round its weights).
 
     Args:
         model: a ``PreTrainedModel`` or a ``PeftModel`` over one.
 
     Raises:
-        CheckpointError: an adapter that cannot be merged into weights, such as a learned prompt;
-            quantized weights, which would be rounded again.
+        CheckpointError: an adapter cannot be merged into weights (a learned prompt, for example),
+            or the weights are quantized and would be rounded again.
     """
     if is_quantized(model):
         raise CheckpointError(
@@ -224,8 +227,8 @@ def published_weights(model: nn.Module) -> dict[str, LazyTensor]:
     published = _published(base, state)
     kept, used = {id(v) for v in published.values()}, Counter(map(id, state.values()))
     if any(id(state[name]) not in kept or used[id(state[name])] > 1 for name in adapted):
-        # transformers cuts or joins these weights, or they are tied to one that is not adapted:
-        # this needs their final values.
+        # transformers splits or joins these weights, or they are tied to a weight that is not
+        # adapted. Both need the final values.
         merged = {n: v.make() for n, v in adapted.items()}
         return {n: LazyTensor.of(v) for n, v in _published(base, {**state, **merged}).items()}
     lazy = {id(state[name]): value for name, value in adapted.items()}
@@ -243,13 +246,13 @@ def _published(base: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _names_of_adapters(base: nn.Module) -> Iterator[str]:
-    """Names of weights that PEFT has added to the model, or holds in reserve."""
+    """Return names of weights that PEFT has added to the model, or keeps unused."""
     for name, module in base.named_modules():
         if hasattr(module, "base_layer"):
             parts = module.state_dict(keep_vars=True)
             yield from (f"{name}.{part}" for part in parts if not part.startswith("base_layer."))
         if hasattr(module, "original_module"):
-            # Copies of one layer, a further one for each adapter.
+            # Copies of a layer: one, and a further one for each adapter.
             kept = [f"modules_to_save.{adapter}." for adapter in module.active_adapters]
             kept += ["token_adapter."]
             parts = module.state_dict(keep_vars=True)
@@ -257,7 +260,7 @@ def _names_of_adapters(base: nn.Module) -> Iterator[str]:
 
 
 def _plain_name(name: str) -> str:
-    """The name of a weight without PEFT's additions."""
+    """Return the name of a weight without PEFT's additions."""
     return re.sub(r"\.(modules_to_save\.[^.]+|token_adapter|base_layer)(?=\.)", "", name)
 
 
@@ -279,7 +282,7 @@ def _adapted(base: nn.Module) -> Iterator[tuple[str, LazyTensor]]:
 
 
 def _is_plain(module: nn.Module, adapter: str) -> bool:
-    """Whether an adapter adds a product of two matrices to the weight, and nothing else."""
+    """Return whether an adapter only adds a product of two matrices to the weight."""
     if not hasattr(module, "lora_B"):
         return False
     bias = getattr(module.lora_B[adapter], "bias", None) if adapter in module.lora_B else None
@@ -287,7 +290,7 @@ def _is_plain(module: nn.Module, adapter: str) -> bool:
 
 
 def _merged_copy(module: nn.Module, adapters: list[str], part: str) -> Callable[[], Tensor]:
-    """Merge DoRA and others as PEFT does, but not in place."""
+    """Merge DoRA and other adapters as PEFT does, but not in place."""
 
     def make() -> Tensor:
         layer = copy.deepcopy(module)
@@ -308,20 +311,21 @@ def _merged(module: nn.Module, adapters: list[str]) -> Callable[[], Tensor]:
 
 
 class WeightFolder:
-    """The weights in a folder, by name, in any form that ``from_pretrained`` or Ludic reads.
+    """The weights in a folder, by name, in any format that ``from_pretrained`` or Ludic reads.
 
-    In this order: ``model.safetensors``, ``model.safetensors.index.json`` with shards,
-    ``pytorch_model.bin``, ``pytorch_model.bin.index.json`` with shards, ``pytorch_model.pt``.
+    The class looks for these files, in this order: ``model.safetensors``,
+    ``model.safetensors.index.json`` with shards, ``pytorch_model.bin``,
+    ``pytorch_model.bin.index.json`` with shards, ``pytorch_model.pt``.
 
     Args:
         folder: folder of a model.
 
     Attributes:
         names: names of the weights.
-        form: name of the file that has them, or of their index.
+        form: name of the file that contains them, or of their index.
 
     Raises:
-        DamagedCheckpointError: there are none, a shard is missing, or a file cannot be read.
+        DamagedCheckpointError: there are no weights, a shard is missing, or a file cannot be read.
 
     Example:
         >>> from torchrl_llm.assets import embedded_model_path
@@ -348,7 +352,7 @@ class WeightFolder:
                 raise DamagedCheckpointError(f"{file} lacks {', '.join(sorted(lacking)[:4])}")
 
     def read(self, name: str) -> Tensor:
-        """A weight, on the CPU; mapped from the file, so that it takes memory as it is used.
+        """Read a weight, on the CPU. It is mapped from the file, so it takes memory only when used.
 
         Args:
             name: one of ``names``.

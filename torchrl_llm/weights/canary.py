@@ -1,8 +1,8 @@
 """Canary: verifies that an engine computes with the trained weights.
 
-A digest proves that bytes arrived. But engines then fuse, pad, cast and repack weights, and some
-loads are wrong without an error. So the canary compares log-probs of fixed rows of tokens.
-:mod:`torchrl_llm.weights.canary_rule` judges the differences.
+A digest proves that the bytes of the weights arrived. But engines then fuse, pad, cast and repack
+weights, and some wrong loads raise no error. So the canary compares the log-probs of engine and
+trainer on fixed rows of tokens. :mod:`torchrl_llm.weights.canary_rule` judges the differences.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from torchrl_llm.weights.canary_rule import FAR, CanaryJudge, CanaryReport, Cana
 
 # Sampled rows begin with this many random tokens, which are not scored.
 _PREFIX = 4
-# In doubt further rows are scored: this many times the first number.
+# In a case of doubt, further rows are scored: this many times the first number.
 _MORE = 3
-# Float32 kernels sum in different orders; relative to the rounding to bfloat16, this effect is this
-# large.
+# Float32 kernels sum in different orders. This is the size of the effect, relative to the rounding
+# to bfloat16.
 _FLOAT32_OF_BFLOAT16 = 2.0**-14
 _LOW = (torch.bfloat16, torch.float16)
 
@@ -42,8 +42,8 @@ class CanaryCheck:
         reference: the trainer's scorer, e.g. a
             :class:`~torchrl_llm.modules.backends.TransformersBackend` over the trained model.
         prompts: rows of token ids, int64 ``[T]`` with at least 2 tokens; all but the first token
-            are scored. By default ``num_prompts`` rows sampled by the reference, and three times as
-            many for cases of doubt; random ids if it cannot sample.
+            are scored. By default the reference samples ``num_prompts`` rows, and three times as
+            many for cases of doubt. If it cannot sample, the ids are random.
         dtype: dtype of the engine; by default that of the reference.
         tolerance: median difference in nats that is always accepted.
         num_prompts: number of rows to sample, if no prompts are given.
@@ -101,7 +101,7 @@ class CanaryCheck:
         self._judges: WeakKeyDictionary[Hashable, CanaryJudge] = WeakKeyDictionary()
 
     def _draw(self, number: int, tokens: int, seed: int) -> list[Tensor]:
-        """Rows of likely tokens, if the reference can sample."""
+        """Return rows of likely tokens if the reference can sample, else of random tokens."""
         vocabulary = self._reference.vocab_size
         if vocabulary is None:
             raise ConfigError("pass prompts=: the reference does not know its vocabulary")
@@ -121,7 +121,7 @@ class CanaryCheck:
         ]
 
     def scores(self, scorer: TokenScorer) -> Tensor:
-        """Log-probs of the tokens in the first rows.
+        """Return the log-probs of the tokens in the first rows.
 
         Args:
             scorer: an engine, or the reference.
@@ -132,9 +132,10 @@ class CanaryCheck:
         return score_rows(scorer, self._rows[: len(self.prompts)], self._start)
 
     def target(self) -> CanaryTarget:
-        """The log-probs that an engine should compute with the reference's current weights.
+        """Return the log-probs that an engine should compute with the reference's current weights.
 
-        It is small and can be sent with the weights, to be checked next to the engine.
+        The target is small. It can be sent with the weights, so that a worker checks it next to the
+        engine.
         """
         exact = self._score(None)
         low = self._dtype in _LOW
@@ -152,7 +153,7 @@ class CanaryCheck:
             return score_rows(self._reference, self._rows, self._start)
 
     def _rounding(self, exact: Tensor) -> Tensor:
-        """Effect of rounding on a reference with the engine's precision."""
+        """Return the effect of rounding on a reference with the engine's precision."""
         try:
             spread = (self._score(self._probe) - exact).abs()
         except RuntimeError as error:

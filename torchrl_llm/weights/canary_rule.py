@@ -1,8 +1,8 @@
 """The rule that distinguishes wrong weights of an engine from rounding.
 
-It needs only tokens and log-probs, so it can run next to the engine: in the trainer's process, or
-in a worker that received the expected log-probs with the weights. Next:
-:mod:`torchrl_llm.weights.canary`, which computes them.
+The rule needs only tokens and log-probs, so it can run next to the engine: in the trainer's
+process, or in a worker that received the expected log-probs with the weights.
+:mod:`torchrl_llm.weights.canary` computes the expected log-probs.
 
 Shape legend: ``N`` scored tokens of all rows, ``n`` tokens of the rows that were scored, ``A`` past
 versions.
@@ -20,9 +20,9 @@ from torch import Tensor
 from torchrl_llm.data.scoring import TokenScorer
 from torchrl_llm.errors import WeightUpdateError
 
-# The figures come from test/benchmarks/bench_canary.py. In correct updates the differences were at
-# most 3.1 times the measured rounding (median; 90th percentile: 10 times), and the part of a move
-# that an engine seemed to miss was 12 times.
+# The figures come from test/benchmarks/bench_canary.py. In correct updates, the median difference
+# was at most 3.1 times the measured rounding, and the 90th percentile at most 10 times. The part of
+# a move that an engine seemed to miss was at most 12 times the rounding.
 FAR = 5.0
 """The median difference of engine and trainer is at most this many times the rounding."""
 _TAIL = 5.0
@@ -35,8 +35,9 @@ _CLEAR = 20.0
 _FOLLOWED = 0.8
 # An engine that made at least this part of a move has followed it.
 _MOVED, _SHARE, _UNMOVED = 0.1, 0.25, 1.5
-# Thresholds: a token has moved by this many units; a version has moved if this share of its tokens
-# has; an engine without any change is stuck once the shares add up to this.
+# Three thresholds: a token counts as moved from this many units on; a version counts as moved if
+# this share of its tokens moved; an engine without any change counts as stuck once the shares add
+# up to this.
 _SMOOTH, _KEPT = 8, 256
 
 
@@ -47,8 +48,8 @@ class CanaryReport(NamedTuple):
         difference: median difference of two log-probs, in nats.
         rounding: the differences as a multiple of the rounding; about 1 for a correct engine.
         followed: the part of the trainer's move that the engine made: 1.0 with the new weights, 0.0
-            with the old ones. The move is measured from the latest version that is distinguishable
-            from the current one. ``None`` if no version is; then only the digest is a proof.
+            with the old ones. The move starts at the latest version that is distinguishable from
+            the current one. ``None`` if there is no such version; then only the digest is a proof.
     """
 
     difference: float
@@ -62,7 +63,7 @@ class CanaryTarget(NamedTuple):
     Attributes:
         rows: token ids.
         start: position of the first scored token of each row.
-        num_first: number of rows that are scored first; the others are scored in doubt.
+        num_first: number of rows that are scored first; the others are scored in a case of doubt.
         exact: float32 ``[N]``, log-probs in the trainer's own precision.
         rounded: float32 ``[N]``, in the engine's precision.
         spread: float32 ``[N]``, effect of rounding in nats, above 0.
@@ -76,7 +77,7 @@ class CanaryTarget(NamedTuple):
     spread: Tensor
 
     def score(self, scorer: TokenScorer, *, first: bool) -> Tensor:
-        """Log-probs of the first rows, or of the others.
+        """Return the log-probs of the first rows, or of the others.
 
         Args:
             scorer: an engine.
@@ -124,7 +125,7 @@ class CanaryTarget(NamedTuple):
 
 @torch.no_grad()
 def score_rows(scorer: TokenScorer, rows: Sequence[Sequence[int]], start: int) -> Tensor:
-    """Log-probs of the tokens of rows from a position on: float32 ``[n]`` on the CPU."""
+    """Return log-probs of the rows' tokens from a position on: float32 ``[n]`` on the CPU."""
     ids = [torch.tensor(row) for row in rows]
     select = [torch.arange(len(row)) >= start for row in rows]
     return scorer.token_scores(ids, select).log_probs.float().cpu()
@@ -148,16 +149,18 @@ class CanaryJudge:
 
     It checks three things, in units of the measured rounding of each token:
 
-    - Does rounding explain the differences of engine and trainer (median and 90th percentile)? It
-      does not if weights were permuted, or if a part of them has been outdated for long.
+    - Does rounding explain the differences of engine and trainer (median and 90th percentile)?
+      Rounding does not explain permuted weights, or a part of the weights that has been outdated
+      for long.
     - Did the engine follow the trainer's move since a remembered version? With ``d`` the trainer's
-      move and ``e`` the engine's, the ratio is ``<e, d> / <d, d>``: 1 with the new weights, 0 with
-      the old ones. If ``|d|`` is too short compared with rounding, there is no verdict; an engine
-      that stays behind is detected when the moves have added up.
-    - Has any bit of the engine's log-probs changed while the trainer's have changed at the same
-      precision?
+      move and ``e`` the engine's move, the ratio is ``<e, d> / <d, d>``: 1 with the new weights, 0
+      with the old ones. If ``|d|`` is too short compared with rounding, there is no verdict yet. An
+      engine that stays behind is detected when the moves have added up.
+    - Has any bit of the engine's log-probs changed, if the trainer's log-probs have changed at the
+      same precision?
 
-    If one of the first two fails, it is checked again over all rows before it is an error.
+    If one of the first two checks fails, it is repeated over all rows. Only a second failure is an
+    error.
 
     Example:
         >>> from torchrl_llm.modules.backends import FakeBackend
@@ -184,8 +187,8 @@ class CanaryJudge:
         """Compare an engine with the expected log-probs; raise if it has different weights.
 
         Args:
-            engine: what was given the weights.
-            target: expected log-probs; with different rows than before the history is reset.
+            engine: the engine that received the weights.
+            target: expected log-probs. Rows that differ from the last check reset the history.
             version: version of the weights, for the message.
 
         Raises:
@@ -252,7 +255,7 @@ class CanaryJudge:
         return _Evidence(report, far, behind)
 
     def _count_unmoved(self, target: CanaryTarget, first: Tensor) -> float:
-        """Shares of tokens that moved in the trainer since the engine last changed by a bit."""
+        """Add the shares of tokens that moved since the engine last changed by a bit."""
         if self._last is None or not torch.equal(first, self._last.found):
             return 0.0
         size = len(first)

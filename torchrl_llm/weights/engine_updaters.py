@@ -1,7 +1,7 @@
 """Updaters of engines: all weights, only changed weights, or only the LoRA adapter.
 
 Each push is verified: the engine returns the digest of the received weights, and its log-probs
-match the trainer's. Next: :mod:`~torchrl_llm.weights.shared_engine`, which copies nothing.
+match the trainer's. The updater in :mod:`~torchrl_llm.weights.shared_engine` copies nothing.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ Source = TypeVar("Source", bound=WeightSource)
 class EngineWeights(WeightUpdater):
     """Sends all weights to one or more engines and verifies their arrival.
 
-    After each push the engine has cleared its cache, counts the new version, and has returned the
-    digest of the received weights. With a ``canary``, its log-probs are also compared with the
-    trainer's. If this verification fails, the push raises, but the version is still counted:
-    further samples belong neither to the old version nor to a verified new one, and a
+    In each push the engine clears its cache, counts the new version, and returns the digest of the
+    received weights. With a ``canary``, its log-probs are also compared with the trainer's. If this
+    verification fails, the push raises an error, but the version is still counted. Further samples
+    then belong neither to the old version nor to a verified new one, and a
     :class:`~torchrl_llm.weights.WeightLedger` rejects them. If the weights did not arrive, the
-    engine keeps the old ones and their version.
+    engine keeps the old weights and their version.
 
     Args:
         *backends: the engines; by default the engine of the collector's policy.
@@ -56,10 +56,10 @@ class EngineWeights(WeightUpdater):
         canary: compares log-probs after each push.
         ledger: records version and digest of each verified push.
         dtype: dtype of the engine's weights, to send fewer bytes to remote engines; see
-            :func:`engine_weights`. Within a process, the copy casts.
+            :func:`engine_weights`. Within one process, the copy changes the dtype.
         fingerprint: hash the weights, so that the engine's receipt and batches can be verified. On
-            the CPU this costs half as much as the copy; weights on an accelerator must be copied to
-            the CPU for it.
+            the CPU, hashing costs half as much as the copy. Weights on an accelerator are first
+            copied to the CPU.
 
     Raises:
         ConfigError: the weights of an engine in this process cannot be replaced, for example if
@@ -67,7 +67,7 @@ class EngineWeights(WeightUpdater):
 
     Attributes:
         version: number of the last push; 0 before the first. With a collector that counts versions,
-            it follows that count.
+            this is the collector's number.
         receipts: receipts of the last push.
 
     Example:
@@ -111,7 +111,7 @@ class EngineWeights(WeightUpdater):
         """The engines that receive the weights.
 
         Raises:
-            ConfigError: none were given, and no collector has a policy with an engine.
+            ConfigError: no engines were given, and no collector has a policy with an engine.
         """
         if self._backends:
             return self._backends
@@ -124,16 +124,16 @@ class EngineWeights(WeightUpdater):
         return (backend,)
 
     def push_weights(self, policy_or_weights: Weights | None = None) -> None:
-        """Send the weights, and return after they are verified.
+        """Send the weights, and return after their arrival is verified.
 
         Args:
             policy_or_weights: the trained module, its state dict or a tensordict; ``None`` for the
                 model given at construction.
 
         Raises:
-            ConfigError: there is nothing to push, or an engine cannot load it.
-            WeightUpdateError: the weights did not arrive, or not as they were sent, or the engine
-                does not compute with them.
+            ConfigError: there are no weights to push, or an engine cannot load them.
+            WeightUpdateError: the weights did not arrive, arrived changed, or the engine does not
+                compute with them.
         """
         weights = self._model if policy_or_weights is None else policy_or_weights
         if weights is None:
@@ -148,7 +148,7 @@ class EngineWeights(WeightUpdater):
             self._prove(receipts, version)
         except TorchRLLLMError:
             if receipts:
-                # Samples from now on must not have the old version number.
+                # Samples after this line must not have the old version number.
                 self._count(version)
             raise
         self.receipts, self.version = receipts, version
@@ -162,13 +162,13 @@ class EngineWeights(WeightUpdater):
             receipts += send(backend)
 
     def _sender(self, weights: Weights, version: int) -> Sender:
-        """Function that sends a version to one engine; common work is done once here."""
+        """Return a function that sends a version to one engine; common work is done once here."""
         source = TensorSource(engine_weights(weights, dtype=self._dtype))
         source.hashed = self._fingerprint
         return partial(update_backend, source=self._counted(source), version=version)
 
     def _counted(self, source: Source) -> Source:
-        """A source with a version number of this updater."""
+        """Give a source a version number of this updater."""
         source.counter = self._name
         return source
 
@@ -212,12 +212,13 @@ def update_backend(backend: Backend, *, source: WeightSource, version: int) -> l
 class DeltaWeights(EngineWeights):
     """Sends only tensors whose digest has changed since the last push.
 
-    Each engine gets the digest of the base of the changes, and rejects them if it has different
-    weights (it was rebuilt, or missed a version); then all weights are sent. The first push sends
-    all weights. Hashing reads every weight once, which is cheaper than sending it.
+    The first push sends all weights. Each later push also sends the digest of the weights before
+    the changes. An engine with different weights (it was rebuilt, or missed a version) rejects the
+    changes, and then gets all weights. Hashing reads every weight once, which is cheaper than
+    sending it.
 
     Attributes:
-        num_sent: number of tensors in the last push, for the engine that got most.
+        num_sent: number of tensors in the last push, for the engine that received most.
         num_bytes_sent: bytes of the last push, over all engines.
 
     Example:
@@ -268,7 +269,7 @@ class DeltaWeights(EngineWeights):
                 source = self._counted(DeltaSource(changed, base=base, result=digest.value))
                 receipts = backend.update_weights(source, version=version)
             except WeightUpdateError:
-                # It has different weights: it was rebuilt, or loaded by other code.
+                # The engine has different weights: it was rebuilt, or loaded by other code.
                 pass
             else:
                 self._count_sent(changed)
@@ -288,11 +289,11 @@ class AdapterWeights(EngineWeights):
 
     An engine with LoRA (vLLM with ``enable_lora=True``, or a
     :class:`~torchrl_llm.modules.backends.TransformersBackend` on its own PEFT model) loads the
-    adapter itself. Other engines get merged weights: all of them with :class:`EngineWeights`, or
-    only those of the adapted layers with :class:`DeltaWeights` after the first push.
+    adapter itself. Other engines need merged weights: :class:`EngineWeights` sends all weights, and
+    :class:`DeltaWeights` sends only the adapted layers after the first push.
 
-    The engine must have been built from the model's base; only a ``canary`` would notice a
-    different base.
+    The engine must have the same base weights as the model; only a ``canary`` notices different
+    ones.
 
     Args:
         *backends: see :class:`EngineWeights`.
@@ -343,7 +344,7 @@ def _plain(value: Any) -> Any:
 
 
 def _unwrapped(weights: Any) -> Any:
-    """The model inside DDP and ``torch.compile``, which PEFT's functions do not unwrap."""
+    """Return the model inside DDP and ``torch.compile``, which PEFT's functions do not unwrap."""
     while isinstance(weights, nn.Module):
         inside = weights._modules.get("_orig_mod") or weights._modules.get("module")
         if inside is None:

@@ -1,10 +1,10 @@
-"""Digests of weights, and the ledger of the digest of each version.
+"""Digests of weights, and the ledger that records the digest of each version.
 
-The receiver must compute the same digest as the sender.
+The receiver computes a digest, which must equal the sender's.
 
-This proves that bytes arrived, not that an engine uses them, because fused and padded weights
-inside an engine have different digests. The canary of :mod:`torchrl_llm.weights` checks that.
-Batches are checked against the ledger.
+Equal digests prove that the bytes arrived. They do not prove that an engine uses the weights,
+because fused and padded weights inside an engine have different digests; the canary of
+:mod:`torchrl_llm.weights` checks this. The ledger is used to check batches.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _CHUNK = 1 << 20
 class WeightDigest:
     """A digest of weights, added one by one in any order.
 
-    It depends on names, dtypes, shapes and bytes, not on the order or the device. It is 128-bit
-    XXH3, which is as fast as reading memory. It protects against errors, not against deliberate
-    collisions.
+    The digest depends on names, dtypes, shapes and bytes, not on the order or the device. The hash
+    is 128-bit XXH3, which is as fast as reading memory. It protects against errors, not against
+    deliberate collisions.
 
     Attributes:
         num_tensors: number of added weights.
@@ -53,8 +53,8 @@ class WeightDigest:
         Args:
             name: its dotted name.
             tensor: its values; on an accelerator they are copied to the CPU.
-            target: receives a copy of the values, in its own dtype; both together cost little more
-                than the copy.
+            target: receives a copy of the values, in its own dtype. Copying and hashing together
+                cost little more than the copy.
         """
         data = tensor.detach()
         if target is not None and not _side_by_side(data, target):
@@ -82,7 +82,7 @@ class WeightDigest:
 
     @property
     def parts(self) -> dict[str, int]:
-        """Name to the number of each weight; the digest is their sum modulo 2^128."""
+        """Number of each weight by name; the digest is their sum modulo 2^128."""
         return dict(self._parts)
 
     @property
@@ -92,7 +92,7 @@ class WeightDigest:
 
     @staticmethod
     def of_parts(parts: Mapping[str, int]) -> str:
-        """The digest from the numbers of single weights.
+        """Compute the digest from the numbers of single weights.
 
         Args:
             parts: see :attr:`parts`.
@@ -104,12 +104,12 @@ class WeightDigest:
 
 
 def _side_by_side(data: Tensor, target: Tensor) -> bool:
-    """Whether two tensors can be copied in contiguous pieces."""
+    """Return whether two tensors can be copied in contiguous pieces."""
     return all(one.device.type == "cpu" and one.is_contiguous() for one in (data, target))
 
 
 def weights_digest(weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> str:
-    """The digest of named weights.
+    """Compute the digest of named weights.
 
     Args:
         weights: name to tensor, or pairs of them.
@@ -124,13 +124,14 @@ def weights_digest(weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]])
 
 
 class WeightLedger:
-    """Version to digest of verified weights.
+    """Records the digest of each verified version of the weights.
 
-    Updaters of engines record versions; receivers of batches check them. A version that was never
-    verified, or that was sampled with different weights, is rejected. Thread-safe.
+    Updaters of engines record versions; receivers of batches check the versions of the rows. Rows
+    of a version that was never verified, or that were sampled by different weights, are rejected.
+    Thread-safe.
 
     Args:
-        keep: number of versions to keep, the newest.
+        keep: number of newest versions to keep.
 
     Example:
         >>> ledger = WeightLedger()
@@ -152,8 +153,8 @@ class WeightLedger:
         """Record the digest of a version.
 
         Args:
-            version: number of the weights.
-            digest: of them.
+            version: version number of the weights.
+            digest: digest of these weights.
 
         Raises:
             WeightUpdateError: the version is known with a different digest.
@@ -170,7 +171,7 @@ class WeightLedger:
                 del self._digests[old]
 
     def digest(self, version: int) -> str | None:
-        """Digest of a version; ``None`` if it was not verified or is no longer kept."""
+        """Return the digest of a version; ``None`` if it was not verified or is no longer kept."""
         return self._digests.get(version)
 
     def check(
@@ -179,10 +180,10 @@ class WeightLedger:
         """Reject rows whose versions and digests do not match the ledger.
 
         Args:
-            digests: version to digest, as reported by the sampler (``digests``).
+            digests: digest of each version, as reported by the sampler (``digests``).
             versions: versions of the sampled tokens; each needs a digest.
-            proven: reject versions that are not in the ledger; otherwise they are accepted, for
-                example if the first weights were not hashed.
+            proven: reject versions that are not in the ledger. ``False`` accepts them, for example
+                because the first weights were not hashed.
 
         Raises:
             WeightUpdateError: for the first wrong version, with the reason.
@@ -209,7 +210,7 @@ class WeightLedger:
                 )
 
     def state_dict(self) -> dict[str, Any]:
-        """The digests, for a checkpoint."""
+        """Return the digests, for a checkpoint."""
         with self._lock:
             return {"digests": dict(self._digests)}
 

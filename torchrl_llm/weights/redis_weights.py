@@ -1,10 +1,10 @@
 """Weights through Redis, for models that are small compared with its memory and the network.
 
 The learner's :class:`RedisWeightWriter` writes each version in chunks under its own keys, and then
-announces it. A :class:`RedisWeightReader` finds the newest version and returns a source; a version
-is kept until two newer ones exist, so there is time to read it. Received weights are checked
-against the sender's digest. For large models use Redis only for rows, and a shared disk for weights
-(:mod:`torchrl_llm.weights.shared_files`).
+announces the version. A :class:`RedisWeightReader` finds the newest version and returns its source.
+A version is kept until two newer ones exist, so there is time to read it. The digest of the
+received weights must equal the sender's. For large models use Redis only for rows, and a shared
+disk for weights (:mod:`torchrl_llm.weights.shared_files`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class RedisWeightWriter:
     """The learner's end: writes versions of the weights to Redis.
 
     Args:
-        url: URL URL of the Redis.
+        url: URL of the Redis.
         name: name of the run; readers use the same.
         chunk_bytes: most bytes per value, unless a single tensor is larger.
         keep: number of versions to keep, so that a reader can finish while newer ones arrive.
@@ -142,7 +142,7 @@ class RedisWeightWriter:
             self._link.call(lambda again, old=old: client.delete(*old))
 
     def close(self) -> None:
-        """Let the server delete the weights in an hour."""
+        """Set the weights to expire: the server deletes them after an hour."""
         keys = [_key(self._name, "newest")]
         keys += [_key(self._name, f"{u}:{i}") for u, number in self._uploads for i in range(number)]
         for key in keys:
@@ -151,7 +151,7 @@ class RedisWeightWriter:
 
 
 class RedisWeightSource(WeightSource):
-    """One version of the weights in a Redis; picklable.
+    """The source of one version of the weights in a Redis; picklable.
 
     Args:
         link: connection to the server.
@@ -208,7 +208,7 @@ class RedisWeightReader:
         self._name = name
 
     def newest(self) -> tuple[int, RedisWeightSource] | None:
-        """The newest version and its source; ``None`` before the first.
+        """Return the newest version and its source; ``None`` before the first.
 
         Raises:
             WeightUpdateError: the stored value is malformed.

@@ -1,8 +1,8 @@
-"""Trainer and vLLM engine share one copy of the weights in the same process.
+"""Trainer and vLLM engine run in one process and share one copy of the weights.
 
 Both use vLLM's memory. vLLM's parameters are fused and padded, so each parameter of the Hugging
-Face model becomes a view of some rows of them. An in-place optimizer then trains the engine
-directly, and an update copies nothing.
+Face model becomes a view of some rows of vLLM's parameters. An in-place optimizer then trains the
+engine directly, and an update copies nothing.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class SharedStorage:
         model: the trained Hugging Face model, in the engine's dtype and on its device; not sharded,
             without adapters. Its ``Parameter`` objects stay the same, so an optimizer may already
             exist.
-        llm: a ``vllm.LLM`` in this process. From now on, its backends release only its cache when
-            it sleeps; ``llm.sleep()`` itself would free the trainer's weights.
+        llm: a ``vllm.LLM`` in this process. After this call, its backends release only its cache
+            when it sleeps; ``llm.sleep()`` itself would free the trainer's weights.
 
     Attributes:
-        num_tensors: number of shared parameters; tied ones count once.
-        num_bytes: of them.
+        num_tensors: number of shared parameters; tied parameters count once.
+        num_bytes: bytes of the shared parameters.
 
     Raises:
         ConfigError: one side lacks a weight of the other; a shape, dtype or device differs; weights
@@ -116,7 +116,7 @@ class SharedStorage:
         return bound
 
     def unshared(self) -> list[str]:
-        """Names of parameters outside the engine's memory."""
+        """Return the names of parameters outside the engine's memory."""
         slots = self._slots
         return [
             name
@@ -125,7 +125,7 @@ class SharedStorage:
         ]
 
     def changes(self) -> tuple[int, ...]:
-        """Number of in-place writes per parameter; equal tuples mean equal weights."""
+        """Return the number of in-place writes per parameter; equal tuples mean equal weights."""
         # torch counts these for autograd.
         return tuple(parameter._version for parameter in self._parameters().values())
 
@@ -167,28 +167,27 @@ class SharedEngineWeights(SleepingEngineWeights):
     """Updater for a trained model and a vLLM engine that share memory in one process.
 
     The constructor copies the model's weights into the engine once and turns each parameter into a
-    view of the engine's memory. From then on, every in-place optimizer step also changes the
-    engine. A push checks the address of each parameter, clears the engine's cache and counts the
-    version.
+    view of the engine's memory. After that, every in-place optimizer step also changes the engine.
+    A push checks the address of each parameter, clears the engine's cache and counts the version.
 
     The engine has new weights as soon as the optimizer steps. So push before the next sampling, and
-    do not sample while the optimizer steps (collect and train in turns, not in parallel). A
-    collector with this updater checks before each rollout that all parameters are still shared and
-    that nothing was trained since the last push.
+    do not sample while the optimizer steps (collect and train in turns, not in parallel). Before
+    each rollout, a collector with this updater checks that all parameters are still shared and that
+    the weights were not trained since the last push.
 
     Between :meth:`sleep` and the next push the engine has no cache, and the trainer can use that
-    memory (on a GPU, with ``enable_sleep_mode=True``). The weights stay in memory.
+    memory (on a GPU, this needs ``enable_sleep_mode=True``). The weights stay in memory.
 
     Args:
         model: the trained Hugging Face model; see
             ``SharedStorage`` for the requirements.
         backend: a :class:`~torchrl_llm.modules.backends.vllm.VLLMBackend`.
-        rebind: if a parameter is outside the engine's memory, copy its values there and share it
-            again instead of raising. This does not help an optimizer that holds a different
-            ``Parameter`` object.
+        rebind: if a parameter is outside the engine's memory, copy its values into the engine and
+            share it again, instead of raising an error. This does not help an optimizer that holds
+            a different ``Parameter`` object.
         fingerprint: hash all weights at each push, so that batches can be checked against their
-            digest. This reads every weight once. Without it, the digest only states that the memory
-            is shared.
+            digest. Hashing reads every weight once. Without ``fingerprint``, the digest only states
+            that the memory is shared.
         canary: see :class:`EngineWeights`.
         ledger: see :class:`EngineWeights`.
 
@@ -228,7 +227,7 @@ class SharedEngineWeights(SleepingEngineWeights):
         """Release the engine's cache for the trainer; sampling is not possible until the next push.
 
         Raises:
-            BackendError: it is already asleep.
+            BackendError: the engine is already asleep.
             ConfigError: a GPU engine was built without ``enable_sleep_mode=True``.
         """
         super().sleep()

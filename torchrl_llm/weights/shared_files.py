@@ -1,12 +1,12 @@
 """Weights through a shared folder, with a safetensors file per version.
 
 A file gets its name when it is complete, and never changes afterwards. So neither side waits for
-the other, no reader ever sees half a version (even if a process is killed), and both sides can
-restart. The last two versions are kept. Each file contains its version number, its digest and its
+the other, and both sides can restart. No reader ever sees half a version, even if a process is
+killed. The last two versions are kept. Each file contains its version number, its digest and its
 expected log-probs.
 
-On a single machine put the folder on ``/dev/shm`` to avoid the disk. Between machines, use any
-shared file system on which flushed files are consistent everywhere.
+On a single machine, a folder on ``/dev/shm`` avoids the disk. Between machines, use any shared file
+system on which every machine sees the same flushed files.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _KEPT = 2
 
 
 class FileSource(WeightSource):
-    """One version in a shared folder; it can be opened repeatedly until two newer ones exist.
+    """One version in a shared folder. It can be opened repeatedly until two newer versions exist.
 
     Args:
         path: path of the file for the receiver.
@@ -47,7 +47,7 @@ class FileSource(WeightSource):
 
     Attributes:
         path: as given.
-        version: of the weights.
+        version: version number of the weights.
 
     Raises:
         WeightUpdateError: the header belongs to a different kind of file.
@@ -82,7 +82,7 @@ def _opened(path: Path) -> Any:
 
 
 def newest_update(folder: str | Path) -> tuple[int, FileSource] | None:
-    """The last version that a sender wrote, for receivers that poll.
+    """Return the last version that a sender wrote, for receivers that poll.
 
     Args:
         folder: path of the folder for this receiver.
@@ -102,15 +102,15 @@ def newest_update(folder: str | Path) -> tuple[int, FileSource] | None:
 
 
 class FileWriter:
-    """The trainer's end.
+    """The trainer's end: writes weights into a shared folder.
 
     Args:
         folder: created if it does not exist.
 
     Attributes:
         folder: as given.
-        last_version: version of the last written weights, also by an earlier sender; 0 if there are
-            none.
+        last_version: version of the last weights that this or an earlier sender wrote; 0 if there
+            are none.
 
     Raises:
         ResourceError: a different sender uses this folder.
@@ -203,11 +203,12 @@ class FileWriter:
 class FileWeights(EngineWeights):
     """Writes weights to a shared folder, from which engines load them.
 
-    An engine that is rebuilt later can load the same version again.
+    A rebuilt engine can load the same version again.
 
     Args:
         *backends: see :class:`~torchrl_llm.weights.EngineWeights`.
-        folder: of the files; ``/dev/shm/...`` on one machine, a shared disk between machines.
+        folder: folder of the files: ``/dev/shm/...`` on one machine, a shared disk between
+            machines.
         reader_folder: path of the same folder for the engines; the same path by default.
         **options: see :class:`~torchrl_llm.weights.EngineWeights`.
 

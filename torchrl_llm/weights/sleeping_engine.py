@@ -1,11 +1,11 @@
 """Updater of engines that sleep during training, so that both fit on one GPU.
 
-A sleeping engine has released all its memory, including weights; the next push sends them again.
-The engine wakes in two steps, so that weights arrive before the cache is allocated. It is compared
-with the trainer when it can answer again. With shared weights
+A sleeping engine has released all its memory, including the weights; the next push sends them
+again. The engine wakes in two steps, so that weights arrive before the cache is allocated. The
+canary check waits until the engine can answer again. With shared weights
 (:class:`~torchrl_llm.weights.SharedEngineWeights`), only the cache is released.
 
-Next: :mod:`torchrl_llm.modules.backends.vllm.local_engine` implements the sleep states.
+:mod:`torchrl_llm.modules.backends.vllm.local_engine` implements the sleep states.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ class SleepingEngineWeights(EngineWeights):
     """:class:`~torchrl_llm.weights.EngineWeights` for engines that sleep between pushes.
 
     Call :meth:`sleep` after the rows of a step are collected, and :meth:`push_weights` after
-    training. In between, sampling and scoring are errors. A failed or unverified push raises as
-    usual; the engine is awake then, but rejects requests until all weights have arrived.
+    training. Between the two calls, sampling and scoring raise an error. A failed or unverified
+    push raises an error as usual. The engine is then awake, but rejects requests until all weights
+    have arrived.
 
     Args:
         *backends: engines with ``sleep`` and ``wake``
@@ -61,10 +62,10 @@ class SleepingEngineWeights(EngineWeights):
         backend.wake(weights_only=True)
 
     def push_weights(self, policy_or_weights: Weights | None = None) -> None:
-        """Wake the engines if they sleep, and send the weights; see the base.
+        """Wake the engines if they sleep, and send the weights; see the base class.
 
         Args:
-            policy_or_weights: as in the base.
+            policy_or_weights: as in the base class.
         """
         if not self.asleep:
             super().push_weights(policy_or_weights)

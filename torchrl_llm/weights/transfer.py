@@ -1,13 +1,13 @@
 """Weights from GPU to GPU with vLLM's weight transfer (NCCL, CUDA IPC), plus verification.
 
-vLLM provides both ends. Its trainer end calls a client; this client announces the update to
-backends with the usual call ``update_weights``. Its worker end loads weights piece by piece into a
-model; here it loads them into a buffer (:class:`TransferSource`), so that an engine takes a version
-only if it is complete and has the sender's digest.
+vLLM provides both ends. vLLM's trainer end calls a client of this module, which announces the
+update to backends with the usual call ``update_weights``. vLLM's worker end normally loads weights
+piece by piece into a model. In this module it loads them into a buffer (:class:`TransferSource`),
+so that an engine takes a version only if it is complete and has the sender's digest.
 
-Every update opens a new connection, so a restarted receiver takes part in the next one. Next:
-:mod:`torchrl_llm.weights.weight_source`, which loads. This module has not run on a GPU yet: the
-tests use vLLM's classes with replacements for NCCL and CUDA.
+Every update opens a new connection, so a restarted receiver takes part in the next update.
+:mod:`torchrl_llm.weights.weight_source` loads the received weights. This module is not yet tested
+on a GPU: the tests use vLLM's classes with replacements for NCCL and CUDA.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class _Call(threading.Thread):
 
 
 def free_port() -> int:
-    """A currently unused TCP port."""
+    """Return a currently unused TCP port."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]
@@ -92,16 +92,16 @@ def _store(address: str, port: int, timeout_s: float, *, host: bool = False) -> 
 
 
 class TransferSource(WeightSource):
-    """Source of weights through vLLM's transfer, valid during a push.
+    """Source of the weights of one push through vLLM's transfer; valid during that push.
 
     Args:
         kind: vLLM's name of the transfer.
         timeout_s: most seconds from opening to the last byte.
 
     Attributes:
-        meeting: address and port of the sender's store, where NCCL's receivers meet; ``None`` if
+        meeting: address and port of the sender's store, where receivers of NCCL meet; ``None`` if
             not needed.
-        update: message of the sender to vLLM's worker end, if there is no meeting.
+        update: message of the sender to vLLM's worker end, if ``meeting`` is ``None``.
     """
 
     reusable = False
@@ -159,7 +159,7 @@ def _itself(source: WeightSource) -> WeightSource:
 
 
 def _worker_end(kind: Kind, model: Any) -> Any:
-    """Receiving end of vLLM as a single worker whose model stores the weights."""
+    """Return vLLM's receiving end, as a single worker whose model stores the weights."""
     vllm = require(_MODULE, extra="vllm", feature=f"weights by {kind}")
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -173,7 +173,7 @@ def _worker_end(kind: Kind, model: Any) -> Any:
 
 
 class _Named:
-    """Weights in the form of vLLM's trainer end."""
+    """Weights in the form that vLLM's trainer end expects."""
 
     def __init__(self, weights: Mapping[str, Tensor], meta: type) -> None:
         self._weights, self._meta = weights, meta
@@ -204,7 +204,7 @@ class _Client:
 
 
 class _NCCLClient(_Client):
-    """The same for receivers that wait at a store for each step."""
+    """The client for NCCL, whose receivers wait at a store for each step."""
 
     def __init__(self, store: dist.Store, wait: Callable[[], None]) -> None:
         self._store, self._wait = store, wait
@@ -261,7 +261,7 @@ class VLLMTransfer:
             The receivers' receipts.
 
         Raises:
-            WeightUpdateError: they did not arrive in time, or not as they were sent.
+            WeightUpdateError: the weights did not arrive in time, or arrived changed.
             Exception: an exception of ``tell``.
         """
         if num_receivers < 1:
@@ -321,7 +321,7 @@ class VLLMTransfer:
                 time.sleep(_POLL_S)
             sending.result(0, _what(self.kind))
         except TorchRLLLMError:
-            # The reason of a receiver is more informative than its absence.
+            # An error of a receiver is more informative than the timeout that it causes.
             refused = telling.failed
             for step in ("init", "update"):
                 store.compare_set(step, "", "null")  # do not let receivers wait for long
@@ -336,7 +336,7 @@ def _what(kind: Kind) -> str:
 
 
 def _send(info: Any, weights: Mapping[str, Tensor], client: _Client) -> None:
-    """One complete update with vLLM's trainer end."""
+    """Run one complete update with vLLM's trainer end."""
     vllm = require(_MODULE, extra="vllm", feature=_what(info.backend))
     device = next(iter(weights.values())).device
     if device.type == "cuda":
@@ -350,12 +350,12 @@ def _send(info: Any, weights: Mapping[str, Tensor], client: _Client) -> None:
 class TransferWeights(EngineWeights):
     """Sends weights to engines in other processes with vLLM's weight transfer.
 
-    If the trainer dies, its engines keep their weights. If an engine dies, the push fails within
-    ``timeout_s``, and the next push goes to the remaining engines.
+    If the trainer dies, its engines keep their weights. If an engine dies, the push raises an error
+    within ``timeout_s``, and the next push goes to the remaining engines.
 
     Args:
         *backends: see :class:`~torchrl_llm.weights.EngineWeights`.
-        kind: see :class:`VLLMTransfer`, also for the next three.
+        kind: see :class:`VLLMTransfer`, also for the next three arguments.
         address: see there.
         timeout_s: see there.
         packed: see there.

@@ -1,11 +1,11 @@
 """Worker extension of vLLM: loads weights inside a server, or an engine over several devices.
 
 Start a server with ``--worker-extension-cls torchrl_llm.weights.vllm_extension.WeightReceiver``;
-vLLM then adds the methods of that class to its worker class. Their answers are plain data, and
-errors are also answers, because a server does not pass the text of an exception to its client.
+vLLM then adds the methods of that class to its worker class. The methods return plain data. They
+also return errors as data, because a server does not pass the text of an exception to its client.
 
-Next: :mod:`torchrl_llm.modules.backends.server` and :mod:`torchrl_llm.weights.vllm_loading`, which
-call it.
+:mod:`torchrl_llm.modules.backends.server` and :mod:`torchrl_llm.weights.vllm_loading` call these
+methods.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ from torchrl_llm.weights.vllm_loading import agree, load_into_vllm_model
 from torchrl_llm.weights.weight_source import UNHASHED, DeltaSource, TensorSource, WeightSource
 
 with contextlib.suppress(ModuleNotFoundError):
-    # The worker imports this module before it loads the model; later is too late.
+    # The worker imports this module before it loads the model; after that, this setting has no
+    # effect.
     keep_weights_unpacked()
 
 
 class WeightReceiver:
     """Extension of vLLM's worker; never instantiated directly.
 
-    Its names have a prefix, because vLLM rejects an extension that hides a name of the worker.
+    The method names have a prefix, because vLLM rejects an extension that hides a name of the
+    worker.
     """
 
     def torchrl_llm_chunk(self, transfer: str, start: str, chunk: str) -> dict[str, Any]:

@@ -1,13 +1,13 @@
 """Layout of weights in a vLLM model: the place of each weight, and special forms.
 
-vLLM stores query, key and value in one matrix, gate and up in another, and pads the vocabulary. So
-a Hugging Face weight is a block of rows of vLLM's parameter: a view that can be written, hashed, or
-used as storage of the trainer's parameter. Slots support only known layouts: plain dense decoders
-in a floating dtype on one device.
+vLLM stores query, key and value in one matrix, gate and up in a second one, and pads the
+vocabulary. So a Hugging Face weight is a block of rows of vLLM's parameter: a view that can be
+written, hashed, or used as storage of the trainer's parameter. :class:`WeightSlots` supports only
+known layouts: plain dense decoders in a floating dtype on one device.
 
 vLLM converts the experts of a mixture to its kernel's layout once, after the first load. Later
 loads would write to wrong places without an error. So new experts are loaded into separate memory,
-converted in the same way, and copied over the old ones.
+converted in the same way, and copied over the old experts.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from torch import Tensor, nn
 
 from torchrl_llm.errors import ConfigError, WeightUpdateError
 
-# Families whose parameters correspond to their Hugging Face twins by name and slicing; tested.
+# Families whose parameters match those of the Hugging Face model by name and slicing; tested.
 _FAMILIES = frozenset({"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 
 
 class WeightSlots(NamedTuple):
-    """The memory of a vLLM model by Hugging Face names.
+    """The memory of a vLLM model, under Hugging Face names.
 
     Attributes:
-        slots: name to a view of the engine's memory; tied names have the same view.
+        slots: a view of the engine's memory for each name; tied names have the same view.
         padding: rows of the vocabulary without a token.
     """
 
@@ -38,7 +38,7 @@ class WeightSlots(NamedTuple):
 
 
 def is_spread(model: nn.Module) -> bool:
-    """Whether this is one worker's part of a model that is split over processes.
+    """Return whether this is one worker's part of a model that is split over processes.
 
     Args:
         model: vLLM's.
@@ -50,7 +50,7 @@ def is_spread(model: nn.Module) -> bool:
 
 
 def slots_known(model: nn.Module) -> bool:
-    """Whether :func:`weight_slots` knows this family of models.
+    """Return whether :func:`weight_slots` knows this family of models.
 
     Args:
         model: vLLM's.
@@ -149,7 +149,7 @@ def check_loadable(model: nn.Module) -> None:
 
 
 def is_derived(model: nn.Module, name: str) -> bool:
-    """Whether attention layers derive a parameter from others after loading.
+    """Return whether attention layers derive a parameter from others after loading.
 
     Args:
         model: vLLM's.
@@ -241,7 +241,7 @@ class NewExperts:
 
     Attributes:
         names: names of the parameters with new memory.
-        missing: names of those without new values.
+        missing: names of the parameters without new values.
     """
 
     def __init__(self, model: nn.Module) -> None:

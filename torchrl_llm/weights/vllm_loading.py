@@ -1,12 +1,12 @@
 """Loads new weights into a vLLM engine of this process, all or none.
 
 New weights replace the old ones in place; then the prefix cache is cleared. An engine over several
-devices has a worker process per device: received weights are written to one file, every worker
-loads its part (:mod:`torchrl_llm.weights.vllm_extension`), and all return the same digest.
+devices has one worker process per device. Received weights are then written to one file, every
+worker loads its part (:mod:`torchrl_llm.weights.vllm_extension`), and all return the same digest.
 
 A LoRA adapter needs an engine that was started with ``enable_lora=True``. vLLM reads adapters from
-a folder, and every request names its adapter. Here an engine has one adapter, which each version
-replaces in place: running requests continue with the new one, as with full weights.
+a folder, and every request names its adapter. In torchrl_llm an engine has one adapter, which each
+version replaces in place. Running requests continue with the new adapter, as with full weights.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _active: WeakKeyDictionary[Any, _Loaded] = WeakKeyDictionary()
 
 
 def active_adapter(llm: Any) -> Any:
-    """The ``vllm.lora.request.LoRARequest`` for requests to an engine.
+    """Return the ``vllm.lora.request.LoRARequest`` for requests to an engine.
 
     Args:
         llm: a ``vllm.LLM``.
@@ -67,7 +67,7 @@ def active_adapter(llm: Any) -> Any:
 
 
 def drop_adapter(llm: Any) -> None:
-    """Drop the adapter: the newly loaded weights are the whole model.
+    """Drop the adapter, because the newly loaded weights are the whole model.
 
     Args:
         llm: a ``vllm.LLM``.
@@ -138,7 +138,7 @@ _MEMORY = "/dev/shm"
 
 
 def num_workers(llm: Any) -> int:
-    """Number of processes of an engine's model.
+    """Return the number of processes of an engine's model.
 
     Args:
         llm: a ``vllm.LLM``.
@@ -147,7 +147,7 @@ def num_workers(llm: Any) -> int:
 
 
 def agree(model: nn.Module, error: Exception | None) -> None:
-    """Barrier for the workers of an engine: all continue, or none; each must call it.
+    """Wait for all workers of an engine: all continue, or none. Each worker must call it.
 
     Args:
         model: this worker's model.
@@ -212,7 +212,7 @@ def load_into_workers(llm: Any, source: WeightSource, version: int) -> WeightRec
             ) from error
     errors = [answer["error"] for answer in answers if "error" in answer]
     if errors:
-        # Workers without a problem only report that a different one had a problem.
+        # Workers without an error of their own only report that a different worker had one.
         told = [text for text in errors if "other workers of this engine" not in text]
         raise WeightUpdateError(
             f"the {len(answers)} workers of the engine keep the weights that they had: "
@@ -225,13 +225,13 @@ def load_into_workers(llm: Any, source: WeightSource, version: int) -> WeightRec
 
 
 def _place(receipt: WeightReceipt) -> str | None:
-    """``/dev/shm`` if there is room, otherwise the temporary folder."""
+    """Return ``/dev/shm`` if there is room, otherwise the temporary folder."""
     room = Path(_MEMORY).is_dir() and shutil.disk_usage(_MEMORY).free > 2 * receipt.num_bytes
     return _MEMORY if room else None
 
 
 def engine_model(llm: Any) -> nn.Module:
-    """The model of an engine that runs in this process.
+    """Return the model of an engine that runs in this process.
 
     Args:
         llm: a ``vllm.LLM``.
@@ -263,7 +263,7 @@ def check_engine(llm: Any) -> None:
         llm: a ``vllm.LLM``.
 
     Raises:
-        ConfigError: with the reason.
+        ConfigError: the error states the reason.
     """
     quantization = llm.llm_engine.vllm_config.model_config.quantization
     if quantization is not None:
@@ -283,21 +283,21 @@ def _itself(model: nn.Module) -> nn.Module:
 def load_weights(llm: Any, source: WeightSource, version: int) -> WeightReceipt:
     """Load new weights into an engine, and clear its prefix cache.
 
-    No engine step may run meanwhile. Running requests continue with the new weights and recompute
-    the keys and values of their tokens so far.
+    No engine step may run during the load. Running requests continue with the new weights, and
+    recompute the keys and values of the tokens that they already have.
 
     Args:
         llm: a ``vllm.LLM`` in this process.
-        source: where the weights are. An adapter needs an engine that was started with
-            ``enable_lora=True``; it is then
-            :func:`~torchrl_llm.weights.vllm_loading.active_adapter`, which each request must name,
-            until full weights are loaded again.
+        source: source of the weights. An adapter needs an engine that was started with
+            ``enable_lora=True``. Each request must then name
+            :func:`~torchrl_llm.weights.vllm_loading.active_adapter`, until full weights are loaded
+            again.
         version: their number.
 
     Raises:
         ConfigError: the engine cannot load them.
-        WeightUpdateError: they did not arrive intact, or do not belong to this model; the engine
-            keeps the old ones.
+        WeightUpdateError: the weights did not arrive intact, or do not belong to this model; the
+            engine keeps the old weights.
     """
     if source.kind == "adapter":
         receipt = load_adapter(llm, source, version)
@@ -314,22 +314,22 @@ def load_weights(llm: Any, source: WeightSource, version: int) -> WeightReceipt:
         drop_adapter(llm)
     engine = llm.llm_engine
     if not engine.reset_prefix_cache():
-        # Running requests hold parts of the cache: they compute theirs again, with the new weights.
+        # Running requests hold parts of the cache. They recompute these parts with the new weights.
         engine.reset_prefix_cache(reset_running_requests=True)
     return receipt
 
 
 def load_into_vllm_model(model: nn.Module, source: WeightSource, version: int) -> WeightReceipt:
-    """Take new weights into vLLM's own model; for code that runs inside an engine's worker.
+    """Load new weights into vLLM's own model; for code that runs inside an engine's worker.
 
     Args:
-        model: the worker's model, or its part of one. Every worker of an engine has to call this,
-            and they take the weights together or not at all.
+        model: the worker's model, or its part of a model. Every worker of an engine must call this
+            function; either all workers load the weights or none.
         source: all weights or a delta, by Hugging Face names.
         version: their number.
 
     Raises:
-        ConfigError: a model that cannot take them.
+        ConfigError: the model cannot load the weights.
         WeightUpdateError: see :func:`load_weights`.
     """
     error = None
@@ -351,7 +351,7 @@ def load_into_vllm_model(model: nn.Module, source: WeightSource, version: int) -
 
 
 def _load_by_vllm(model: nn.Module, weights: dict[str, Tensor], *, whole: bool) -> None:
-    """Let the model's own loader place weights whose layout only vLLM knows."""
+    """Load weights whose layout only vLLM knows, with the model's own loader."""
     check_loadable(model)
     with NewExperts(model) as experts:
         own = {
@@ -364,7 +364,8 @@ def _load_by_vllm(model: nn.Module, weights: dict[str, Tensor], *, whole: bool) 
         try:
             loaded = model.load_weights(iter(checkpoint_names(model, weights).items()))
             experts.turn()
-            # An engine with LoRA wraps its layers, of which vLLM's loaders say nothing.
+            # An engine with LoRA wraps its layers, and vLLM's loaders do not report the wrapped
+            # names.
             needed = {name.replace(".base_layer.", ".") for name in own}
             missing = sorted((needed - set(loaded or needed)) | experts.missing) if whole else []
             if missing:
@@ -373,7 +374,7 @@ def _load_by_vllm(model: nn.Module, weights: dict[str, Tensor], *, whole: bool) 
                 )
         except WeightUpdateError as error:
             failure = error
-        except Exception as error:  # vLLM's loaders raise whatever they meet
+        except Exception as error:  # vLLM's loaders raise any kind of exception
             failure = WeightUpdateError(
                 f"vLLM could not load these weights ({type(error).__name__}: {error}); the old "
                 "ones are in place again"
@@ -382,7 +383,7 @@ def _load_by_vllm(model: nn.Module, weights: dict[str, Tensor], *, whole: bool) 
         try:
             agree(model, failure)
         except WeightUpdateError:
-            # Half a load must not stay.
+            # A partial load must not stay.
             with torch.no_grad():
                 for name, value in before.items():
                     own[name].copy_(value)

@@ -1,9 +1,9 @@
-"""Weights under the names that a Hugging Face model has, whatever was wrapped around it.
+"""Renames the weights of a wrapped model to the names of the bare Hugging Face model.
 
-Trainers wrap models: PEFT puts ``base_model.model.`` before every name and ``.base_layer`` into
-some, DDP writes ``module.``, FSDP1, ``torch.compile`` and activation checkpointing have words of
-their own, FSDP2 shards the tensors. An engine knows none of this. Every path that leaves the
-process goes through :func:`engine_weights`.
+Trainers wrap models. PEFT puts ``base_model.model.`` before every name and ``.base_layer`` into
+some names. DDP adds ``module.``. FSDP1, ``torch.compile`` and activation checkpointing add their
+own words. FSDP2 shards the tensors. Engines support none of this, so all weights that leave the
+process go through :func:`engine_weights`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from torchrl_llm.modules.policies.llm_wrapper import LLMWrapperBase
 from torchrl_llm.modules.quantization import is_quantized
 from torchrl_llm.weights.weight_updater import named_weights
 
-# What wrappers insert between a parent and its child, wherever the wrapper sits.
+# Words that wrappers insert between the names of a parent and its child, at any level.
 _SEGMENTS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-# Tables that every engine computes; a tensordict of a module has them, its state dict has not.
+# Tables that every engine computes. A tensordict of a module contains them, its state dict does
+# not.
 _TABLES = ("rotary_emb.inv_freq", "rotary_emb.original_inv_freq")
 _PEFT_ROOT = "base_model.model."
 _PEFT_MODULES = (".lora_", ".modules_to_save.", ".original_module.")
@@ -32,47 +33,48 @@ Weights = nn.Module | TensorDictBase | Mapping[str, Any]
 
 
 def normalized_name(name: str) -> str:
-    """The name of a weight in the bare Hugging Face model.
+    """Return the name of a weight in the bare Hugging Face model.
 
     Args:
-        name: as a wrapped model names it.
+        name: name of the weight in the wrapped model.
 
     Returns:
-        Without the words of DDP, FSDP1, ``torch.compile``, activation checkpointing and PEFT.
+        The name without the words of DDP, FSDP1, ``torch.compile``, activation checkpointing and
+        PEFT.
 
     Example:
         >>> normalized_name("module._orig_mod.base_model.model.model.norm.base_layer.weight")
         'model.norm.weight'
     """
     name = ".".join(part for part in name.split(".") if part not in _SEGMENTS)
-    # Only in front: a submodule of the model itself may be called "module".
+    # Only at the start: a submodule of the model itself may be called "module".
     name = name.removeprefix("module.").removeprefix(_PEFT_ROOT)
     return name.replace(".base_layer.", ".")
 
 
 def engine_weights(source: Weights, *, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """All weights of a model as a sampling engine wants them, sorted by name.
+    """Return all weights of a model in the form that a sampling engine needs, sorted by name.
 
-    Names are those of the bare Hugging Face model; of a tied weight there is one name; LoRA layers
-    are merged, and the model itself is left as it is; shards of FSDP2 are gathered, for which
-    every rank must call this.
+    The names are those of the bare Hugging Face model. A tied weight appears under one name. LoRA
+    layers are merged into copies; the model itself is not changed. Shards of FSDP2 are gathered, so
+    every rank must call this function.
 
     Args:
-        source: the trained module in any of its wrappings, a policy around it, its state dict, or a
-            tensordict of its weights.
-        dtype: the type that the engine keeps them in, where it has fewer bits than theirs: what is
-            sent is then smaller. What a model of transformers keeps in float32 whatever its type
-            (routers of experts, for some) is left as it is.
+        source: the trained module with any wrappers, a policy that contains it, its state dict, or
+            a tensordict of its weights.
+        dtype: dtype of the engine's weights. Weights with more bits are cast to it, so that fewer
+            bytes are sent. Weights that a ``transformers`` model always keeps in float32 (in some
+            models the routers of experts) are not cast.
 
     Returns:
-        Name to tensor, detached; the tensors are the source's own except where they were merged,
-        gathered or cast.
+        Name to detached tensor. The tensors are the source's own, unless they were merged, gathered
+        or cast.
 
     Raises:
-        ConfigError: for anything else, a state dict with adapters, which only the module can
-            merge, or quantized weights.
-        WeightUpdateError: two weights have the same name once their wrappings are gone, or an
-            adapter sits on one of two tied layers.
+        ConfigError: for any other kind of source, quantized weights, or a state dict with adapters
+            (only the module can merge them).
+        WeightUpdateError: two weights have the same name without the words of the wrappers, or only
+            one of two tied layers has an adapter.
 
     Example:
         >>> sorted(engine_weights(nn.Sequential(nn.Linear(1, 1))))
@@ -101,7 +103,7 @@ def engine_weights(source: Weights, *, dtype: torch.dtype | None = None) -> dict
             )
         if name in weights:
             raise WeightUpdateError(f"two weights are called {name!r}, one of them was {raw!r}")
-        # One name for a tied weight: engines tie it again, and some refuse the second name.
+        # Keep one name for a tied weight: engines tie it again, and some reject the second name.
         place = _place(value)
         if value.numel() and place in seen:
             continue
@@ -113,7 +115,7 @@ def engine_weights(source: Weights, *, dtype: torch.dtype | None = None) -> dict
 
 
 def _kept_precise(source: Weights) -> set[str]:
-    """Parts of names whose weights a model of transformers keeps in float32."""
+    """Return parts of names; a ``transformers`` model keeps weights with these parts in float32."""
     parts = source.modules() if isinstance(source, nn.Module) else ()
     names = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
     return {word for part in parts for name in names for word in getattr(part, name, None) or ()}
@@ -124,10 +126,10 @@ def _is_kept(name: str, kept: set[str]) -> bool:
 
 
 def get_model_metadata(model: Weights) -> dict[str, tuple[torch.dtype, torch.Size]]:
-    """What will be sent for a model: names, types and shapes.
+    """Return the names, dtypes and shapes of the weights that will be sent for a model.
 
     Args:
-        model: as in :func:`engine_weights`.
+        model: see ``source`` of :func:`engine_weights`.
 
     Returns:
         Name to ``(dtype, shape)``, sorted by name.
@@ -146,13 +148,13 @@ def _place(value: Tensor) -> tuple[Any, ...]:
 
 
 def whole_tensor(value: Tensor) -> Tensor:
-    """A sharded tensor gathered, any other one as it is."""
+    """Gather a sharded tensor; return any other tensor unchanged."""
     gather = getattr(value, "full_tensor", None)
     return value if gather is None else gather()
 
 
 def _has_adapters(module: nn.Module) -> bool:
-    # PEFT is optional, and nobody has its layers without having imported it.
+    # PEFT is optional; a model with its layers exists only if PEFT was imported.
     return any(hasattr(part, "base_layer") or _is_saved(part) for part in module.modules())
 
 
@@ -161,7 +163,7 @@ def _is_saved(part: nn.Module) -> bool:
 
 
 def _merged(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a model with its active adapters merged into copies, name by name."""
+    """Yield the weights of a model name by name, with its active adapters merged into copies."""
     inside: list[str] = []
     replaced: dict[str, nn.Module] = {}
     untied: dict[tuple[Any, ...], str] = {}
@@ -193,10 +195,10 @@ def _merged(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _merged_layer(layer: nn.Module) -> nn.Module:
-    """The base layer of a copy of ``layer`` that has its adapters merged."""
+    """Return the base layer of a copy of ``layer``, with the adapters merged into it."""
     if layer.merged:
         return layer.base_layer
-    # A copy of one layer at a time: merging the model itself would end its training.
+    # Copies one layer at a time, because merging the model itself would end its training.
     with torch.no_grad():
         twin = copy.deepcopy(layer)
         twin.merge(safe_merge=True)

@@ -1,8 +1,8 @@
-"""What a backend is told about new weights, and what it answers.
+"""Sources of new weights, and the receipts that backends return.
 
-A :class:`WeightSource` is small and picklable: it says where weights are (a file, memory that is
-mapped, an object store, a collective that the receiver joins), and is opened where they are needed.
-The senders are in :mod:`torchrl_llm.weights`.
+A :class:`WeightSource` is small and picklable. It describes the location of weights: a file, mapped
+memory, an object store, or a collective that the receiver joins. The receiver opens it. The senders
+are in :mod:`torchrl_llm.weights`.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ from torchrl_llm.errors import WeightUpdateError
 from torchrl_llm.weights.fingerprint import WeightDigest, weights_digest
 
 UNHASHED = "unhashed-"
-"""What the digest of weights that nobody hashed begins with; their version follows."""
+"""Prefix of the digest of weights that were not hashed; their version follows."""
 
 
 class WeightReceipt(NamedTuple):
-    """What one receiver got.
+    """A receiver's report about the weights that it received.
 
     Attributes:
-        version: number of the weights.
-        digest: of the received bytes, see :class:`~torchrl_llm.weights.fingerprint.WeightDigest`;
-            after a delta with a known base, of all weights that the receiver then holds, so that it
-            can be compared with that of a receiver which got them all.
-        num_tensors: how many.
-        num_bytes: of all of them.
-        seconds: from opening the source to the last copy.
+        version: version number of the weights.
+        digest: digest of the received bytes, see
+            :class:`~torchrl_llm.weights.fingerprint.WeightDigest`. After a delta with a known base,
+            the digest of all weights of the receiver, so that it can be compared with the digest of
+            a receiver of all weights.
+        num_tensors: number of received tensors.
+        num_bytes: bytes of these tensors.
+        seconds: time from opening the source to the last copy.
     """
 
     version: int
@@ -44,24 +45,25 @@ class WeightReceipt(NamedTuple):
 
 
 class WeightSource(ABC):
-    """Where weights are.
+    """Describes where weights are, and opens them.
 
     Attributes:
-        kind: ``full`` names every weight of the model, ``delta`` those that changed since the last
-            version, ``adapter`` those of a LoRA adapter.
-        digest: of what was sent; a receiver that finds another one refuses. ``None`` where the
-            sender could not know it beforehand.
-        reusable: whether it can be opened again later, by an engine that was rebuilt; what is
-            broadcast comes once.
-        hashed: whether the weights are fingerprinted; without it nothing tells what arrived.
-        in_hand: whether the tensors are the sender's own, in this process.
-        canary: what an engine computes that has these weights, a
-            :class:`~torchrl_llm.weights.CanaryTarget`, for receivers that check it; ``None``
-            where the sender does not say.
-        counter: who counts the versions; numbers of two are not compared.
-        recounted: whether its version may have been the number of other weights before, because the
-            trainer that counts came back from a checkpoint. Whoever sets it sees to it that rows
-            of both do not meet.
+        kind: ``full`` for every weight of the model, ``delta`` for the weights that changed since
+            the last version, ``adapter`` for the weights of a LoRA adapter.
+        digest: digest of the sent weights; a receiver with a different digest rejects them.
+            ``None`` if the sender could not compute it beforehand.
+        reusable: whether it can be opened again later, by an engine that was rebuilt. A broadcast
+            can be received only once.
+        hashed: whether the weights are hashed. Without hashes, their arrival cannot be verified.
+        in_hand: whether the tensors are the sender's own tensors in this process.
+        canary: the log-probs that an engine with these weights computes, a
+            :class:`~torchrl_llm.weights.CanaryTarget`, for receivers that check them; ``None`` if
+            the sender has none.
+        counter: name of the sender that counts the versions. Version numbers of different counters
+            are not compared.
+        recounted: whether the same version number may have belonged to different weights before,
+            because the trainer was resumed from a checkpoint. The code that sets it must keep rows
+            of the two apart.
     """
 
     kind: Literal["full", "delta", "adapter"] = "full"
@@ -75,18 +77,19 @@ class WeightSource(ABC):
 
     @abstractmethod
     def receive(self) -> Iterator[tuple[str, Tensor]]:
-        """Names (those of the Hugging Face model) and values, each once.
+        """Yield the name (as in the Hugging Face model) and the value of each weight once.
 
         Raises:
-            WeightUpdateError: they cannot be had, or not in time.
+            WeightUpdateError: the weights are not available, or did not arrive in time.
         """
 
 
 class TensorSource(WeightSource):
-    """Weights in hand: for one process, or small enough to be sent with the message.
+    """Weights in memory, for one process, or small enough to be sent in the message.
 
-    Without a digest the receiver's stands for both: in one process there is nothing between the
-    two. When it is pickled for another process, it takes the digest with it.
+    Without a digest, the receiver's digest is used for both sides, because nothing can change the
+    weights within one process. When the source is pickled for a different process, the digest is
+    computed and sent with it.
 
     Args:
         weights: name to tensor.
@@ -118,12 +121,12 @@ class TensorSource(WeightSource):
 
 
 class DeltaSource(TensorSource):
-    """Only the weights that changed since a version that the receiver must hold.
+    """Only the weights that changed since a version that the receiver must already have.
 
     Args:
-        weights: name to tensor, those that changed.
-        base: digest of all weights that they are a change of.
-        result: digest of all weights after it.
+        weights: name to tensor, for the changed weights.
+        base: digest of all weights before the change.
+        result: digest of all weights after the change.
 
     Attributes:
         base: as given.
@@ -136,11 +139,11 @@ class DeltaSource(TensorSource):
 
 
 class AdapterSource(TensorSource):
-    """A LoRA adapter, by the names and the configuration with which PEFT saves one.
+    """A LoRA adapter, with the names and the configuration of an adapter that PEFT saves.
 
     Args:
         weights: ``base_model.model.<module>.lora_A.weight`` and so on to tensor.
-        config: what ``adapter_config.json`` holds.
+        config: the content of ``adapter_config.json``.
 
     Attributes:
         config: as given.
@@ -151,13 +154,13 @@ class AdapterSource(TensorSource):
         self.config = dict(config)
 
 
-# The digests of what each receiving module was given last, weight by weight. A module that trains,
-# or gets weights past these functions, must not be sent deltas.
+# The digests of the last received weights of each module, weight by weight. Do not send deltas to a
+# module that trains, or that receives weights without these functions.
 _held: WeakKeyDictionary[nn.Module, dict[str, int]] = WeakKeyDictionary()
 
 
 class _Given(NamedTuple):
-    """What a receiver got under its last version, which has one value."""
+    """The weights of a receiver's last version; one version has one value."""
 
     version: int
     parts: dict[str, int]
@@ -168,20 +171,21 @@ _given: WeakKeyDictionary[Any, _Given] = WeakKeyDictionary()
 
 
 class Incoming(WeightSource):
-    """Weights that are here and were compared with what was sent, and are not yet in the model.
+    """Weights that arrived and match the sent digest, but are not in the model yet.
 
     Args:
-        source: where they came from.
+        source: the source that they came from.
         version: their number.
         weights: name to tensor.
         started: when the source was opened.
-        digest: of the weights; ``None`` where they are hashed when they are copied, or not at all.
+        digest: digest of the weights; ``None`` if they are hashed later during the copy, or not at
+            all.
 
     Attributes:
         source: as given.
         version: as given.
         weights: as given.
-        seconds: from opening the source to the arrival.
+        seconds: time from opening the source to the arrival.
     """
 
     def __init__(
@@ -216,14 +220,14 @@ class Incoming(WeightSource):
 
     @property
     def receipt(self) -> WeightReceipt:
-        """Of the arrival; :meth:`accepted` gives that of the load."""
+        """The receipt of the arrival; :meth:`accepted` returns the receipt of the load."""
         digest = self._counted.value if self.hashed else f"{UNHASHED}{self.version}"
         size = sum(tensor.numel() * tensor.element_size() for tensor in self.weights.values())
         return WeightReceipt(self.version, digest, len(self.weights), size, self.seconds)
 
     @property
     def order(self) -> dict[str, Any]:
-        """What a remote worker has to know besides the weights, as JSON has it."""
+        """The data that a remote worker needs besides the weights, as JSON values."""
         order = {"version": self.version, "kind": self.kind, "digest": self.receipt.digest}
         order |= {"counter": self.counter, "recounted": self.recounted}
         if isinstance(self.source, DeltaSource):
@@ -231,7 +235,7 @@ class Incoming(WeightSource):
         return order
 
     def copy_into(self, targets: Mapping[str, Tensor], *, required: Iterable[str] = ()) -> None:
-        """Copy the weights to where they belong, and hash them on the way if nobody has.
+        """Copy the weights into their targets; hash them too if they have no digest.
 
         Args:
             targets: see :func:`copy_checked`.
@@ -252,13 +256,13 @@ class Incoming(WeightSource):
         self._digest = digest
 
     def check_version(self, holder: Any) -> None:
-        """Refuse other weights under the version that a receiver has; the same ones may come again.
+        """Reject different weights with the receiver's version; the same weights may come again.
 
         Args:
-            holder: what shall get them.
+            holder: the receiver of the weights.
 
         Raises:
-            WeightUpdateError: it has other weights under this number.
+            WeightUpdateError: the receiver has different weights with this version.
         """
         given = _given.get(holder)
         if given is None or self.recounted:
@@ -269,7 +273,7 @@ class Incoming(WeightSource):
         other = [
             name
             for name, digest in self._parts.items()
-            # All weights name some that the changes before them left out.
+            # A full set of weights contains names that the earlier changes did not.
             if given.parts.get(name, digest if whole else None) != digest
         ]
         if other:
@@ -280,13 +284,13 @@ class Incoming(WeightSource):
             )
 
     def check_base(self, holder: nn.Module) -> None:
-        """Refuse a version that has other weights, and a delta of others than a module was given.
+        """Reject a version number with different weights, and a delta of a different base.
 
         Args:
-            holder: the module that shall get them.
+            holder: the module that receives the weights.
 
         Raises:
-            WeightUpdateError: it holds others, or nobody knows what it holds.
+            WeightUpdateError: the module has different weights, or its weights are unknown.
         """
         self.check_version(holder)
         if not isinstance(self.source, DeltaSource):
@@ -307,7 +311,7 @@ class Incoming(WeightSource):
             )
 
     def took_version(self, holder: Any) -> None:
-        """Remember what the version is; part of :meth:`accepted`."""
+        """Record the weights of the version; part of :meth:`accepted`."""
         before = _given.get(holder)
         if self.kind == "full" or before is None:
             parts = self._parts
@@ -316,10 +320,10 @@ class Incoming(WeightSource):
         _given[holder] = _Given(self.version, parts, self.counter)
 
     def accepted(self, holder: nn.Module) -> WeightReceipt:
-        """Remember what a module holds now, and say so; call it after the last copy.
+        """Record a module's weights and return the receipt; call it after the last copy.
 
         Args:
-            holder: the module that got them.
+            holder: the module that received the weights.
         """
         receipt = self.receipt
         digest = receipt.digest
@@ -330,21 +334,21 @@ class Incoming(WeightSource):
             _held[holder] = {**_held[holder], **self._parts}
             digest = self.source.result
         elif self.kind == "delta":
-            # Nobody said of what it is a change, so nobody can build upon it.
+            # The base of the change is unknown, so no later delta can build upon it.
             _held.pop(holder, None)
         seconds = time.perf_counter() - self._started
         return receipt._replace(digest=digest, seconds=seconds)
 
 
 def open_source(source: WeightSource, *, version: int) -> Incoming:
-    """Take everything that a source gives and compare it with the digest of what was sent.
+    """Receive all weights of a source and compare their digest with the sent digest.
 
     Args:
-        source: where the weights are; what has arrived already is returned as it is.
+        source: source of the weights; weights that have already arrived are returned unchanged.
         version: their number, for the receipt.
 
     Raises:
-        WeightUpdateError: other bytes arrived than were sent.
+        WeightUpdateError: the received bytes differ from the sent bytes.
     """
     if isinstance(source, Incoming):
         return source
@@ -367,15 +371,15 @@ def load_into(module: nn.Module, source: WeightSource, *, version: int) -> Weigh
     """Copy weights into a torch module in place, all or none.
 
     Args:
-        module: has every weight that the source names; with ``kind="full"`` the source names all of
-            its parameters, a tied one by any of its names; with ``kind="adapter"`` it is a PEFT
-            model, and the active adapter is meant.
+        module: has every weight that the source names. With ``kind="full"`` the source names all of
+            its parameters, a tied parameter by any of its names. With ``kind="adapter"`` it is a
+            PEFT model, and its active adapter receives the weights.
         source: where the weights are.
         version: their number, for the receipt.
 
     Raises:
-        WeightUpdateError: a name or shape that the module does not have, a weight that is missing,
-            other bytes than were sent, or the changes of other weights than those it holds.
+        WeightUpdateError: the module lacks a name or shape, a weight is missing, the received bytes
+            differ from the sent bytes, or a delta belongs to different weights than the module's.
 
     Example:
         >>> sampler, trained = nn.Linear(1, 1), nn.Linear(1, 1)
@@ -397,16 +401,17 @@ def load_into(module: nn.Module, source: WeightSource, *, version: int) -> Weigh
 def copy_checked(
     weights: Mapping[str, Tensor], targets: Mapping[str, Tensor], *, required: Iterable[str] = ()
 ) -> None:
-    """Copy weights to where they belong, after all names and shapes were found right.
+    """Check all names and shapes, then copy the weights into their targets.
 
     Args:
-        weights: name to value; what lies in its target's memory already is not copied.
+        weights: name to value; a value that already is in its target's memory is not copied.
         targets: name to the sampler's memory.
-        required: targets that must get a value, by this name or another of the same memory.
+        required: targets that must get a value, under this name or a different name of the same
+            memory.
 
     Raises:
-        WeightUpdateError: for a name or shape that the sampler does not have, or a weight that is
-            missing; nothing was copied then.
+        WeightUpdateError: the sampler lacks a name or shape, or a weight is missing; nothing is
+            copied then.
     """
     _check_targets(weights, targets, required)
     with torch.no_grad():
@@ -435,7 +440,7 @@ def _check_targets(
 def _of_active_adapter(
     module: nn.Module, weights: Mapping[str, Tensor], own: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Weights of an adapter by the names that they have in a PEFT model."""
+    """Return the weights of an adapter under their names in a PEFT model."""
     active = getattr(module, "active_adapter", None)
     if not isinstance(active, str):
         raise WeightUpdateError(
@@ -444,7 +449,7 @@ def _of_active_adapter(
         )
     named: dict[str, Tensor] = {}
     for name, tensor in weights.items():
-        # What PEFT saves as lora_A.weight is lora_A.<adapter's name>.weight in the model.
+        # PEFT saves lora_A.<adapter's name>.weight of the model as lora_A.weight.
         module_name, _, leaf = name.rpartition(".")
         inside = f"{module_name}.{active}.{leaf}"
         named[inside if inside in own else f"{name}.{active}"] = tensor

@@ -1,8 +1,8 @@
-"""Updater of a collector's policy: how the sampling policy gets the weights that were trained.
+"""Updaters that bring trained weights to a collector's sampling policy.
 
 A collector calls its updater in ``update_policy_weights_`` while no policy call is running, and
-then counts a new version of the policy. The updaters here are for one process and for several
-trainers; :mod:`torchrl_llm.weights.engine_updaters` has those of engines.
+then counts a new version of the policy. The updaters of this module are for one process and for
+several trainers; :mod:`torchrl_llm.weights.engine_updaters` contains the updaters of engines.
 """
 
 from __future__ import annotations
@@ -19,23 +19,24 @@ from torchrl_llm.errors import ConfigError
 
 
 def named_weights(source: nn.Module | TensorDictBase | Mapping[str, Any]) -> dict[str, Tensor]:
-    """Weights by their dotted names.
+    """Return weights under their dotted names.
 
     Args:
         source: a module, its ``state_dict()``, or a tensordict of its weights.
 
     Returns:
-        Name to tensor; the tensors are the source's own, detached.
+        Name to detached tensor; the tensors share the source's memory.
 
     Raises:
-        ConfigError: for anything else.
+        ConfigError: for any other kind of source.
 
     Example:
         >>> sorted(named_weights(nn.Linear(1, 1)))
         ['bias', 'weight']
     """
     if isinstance(source, nn.Module):
-        # A state dict may hold objects besides tensors (extra states); they are no weights.
+        # A state dict may contain objects that are not tensors (extra states); they are not
+        # weights.
         values: Mapping[str, Any] = source.state_dict(keep_vars=True)
     elif isinstance(source, TensorDictBase):
         values = dict(source.flatten_keys(".").items())
@@ -52,24 +53,24 @@ def named_weights(source: nn.Module | TensorDictBase | Mapping[str, Any]) -> dic
 class WeightUpdater(ABC):
     """Brings weights from the trainer to the policy of a collector.
 
-    A subclass says how in :meth:`push_weights`. An updater serves one collector.
+    A subclass implements :meth:`push_weights`. An updater serves one collector.
     """
 
     _collector: Any = None
 
     @property
     def collector(self) -> Any:
-        """The collector that it serves; ``None`` before it was given to one."""
+        """The collector of this updater; ``None`` before :meth:`register_collector`."""
         return self._collector
 
     def register_collector(self, collector: Any) -> None:
-        """Bind to a collector; done by the collector itself.
+        """Bind to a collector; the collector calls this method itself.
 
         Args:
-            collector: has the ``policy`` that gets the weights.
+            collector: collector whose ``policy`` receives the weights.
 
         Raises:
-            ConfigError: it serves another collector already.
+            ConfigError: it already serves a different collector.
         """
         if self.collector not in (None, collector):
             raise ConfigError(
@@ -79,7 +80,7 @@ class WeightUpdater(ABC):
 
     @property
     def policy(self) -> Any:
-        """The policy that gets the weights.
+        """The policy that receives the weights.
 
         Raises:
             ConfigError: no collector was registered.
@@ -94,10 +95,10 @@ class WeightUpdater(ABC):
     def push_weights(
         self, policy_or_weights: nn.Module | TensorDictBase | Mapping[str, Any] | None = None
     ) -> None:
-        """Bring the weights over.
+        """Send the weights to the policy.
 
         Args:
-            policy_or_weights: where they are; ``None`` for the place that the updater knows.
+            policy_or_weights: the weights; ``None`` for the weights that the updater already knows.
         """
 
 
@@ -105,7 +106,7 @@ Source = nn.Module | TensorDictBase | Mapping[str, Any]
 
 
 def _modules_of(policy: Any) -> list[nn.Module]:
-    """Where the weights may be named from: the model inside the policy, then the policy."""
+    """Return the possible roots of the names: the policy's model, then the policy."""
     found = [getattr(policy, "model", None), policy]
     modules = [module for module in found if isinstance(module, nn.Module)]
     if not modules:
@@ -117,16 +118,16 @@ def _modules_of(policy: Any) -> list[nn.Module]:
 
 
 def _model_of(source: Source) -> Source:
-    """The weights' own model, where a whole policy was given."""
+    """Return the model that owns the weights, if a whole policy was given."""
     model = getattr(source, "model", None) if isinstance(source, nn.Module) else None
     return model if isinstance(model, nn.Module) else source
 
 
 def _paired(policy: Any, source: Source) -> list[tuple[str, Tensor, Tensor]]:
-    """``(name, target, given)`` for each given weight.
+    """Return ``(name, target, given)`` for each given weight.
 
     Raises:
-        ConfigError: the names or shapes are not those of the policy's weights.
+        ConfigError: the names or shapes differ from those of the policy's weights.
     """
     best: tuple[int, set[str], set[str]] | None = None
     sources = [_model_of(source), source]
@@ -155,13 +156,14 @@ def _paired(policy: Any, source: Source) -> list[tuple[str, Tensor, Tensor]]:
 
 
 class InProcessWeights(WeightUpdater):
-    """Copies weights into the policy in place, and skips those that are shared already.
+    """Copies weights into the policy in place, and skips weights that are already shared.
 
-    The default of :class:`~torchrl_llm.collectors.LLMCollector`: with one module for sampling and
-    training nothing is copied, with two the sampler follows the trainer.
+    This is the default updater of :class:`~torchrl_llm.collectors.LLMCollector`. If one module
+    samples and trains, nothing is copied. With two modules, the trainer's weights are copied into
+    the sampler.
 
     Attributes:
-        num_copied: weights that the last update copied; 0 when all are shared.
+        num_copied: number of weights that the last update copied; 0 if all are shared.
 
     Example:
         >>> from types import SimpleNamespace
@@ -179,17 +181,17 @@ class InProcessWeights(WeightUpdater):
         """Copy weights into the policy.
 
         Args:
-            policy_or_weights: the trained module or its weights; ``None`` for weights that are
-                shared, with nothing to do.
+            policy_or_weights: the trained module or its weights; ``None`` for shared weights, which
+                are not copied.
 
         Raises:
-            ConfigError: names or shapes are not those of the policy's weights.
+            ConfigError: names or shapes differ from those of the policy's weights.
         """
         self.num_copied = 0
         if policy_or_weights is None:
             return
         pairs = _paired(self.policy, policy_or_weights)
-        # All shapes are checked first, so that an error leaves the policy as it was.
+        # All shapes are checked first, so that an error leaves the policy unchanged.
         for name, target, given in pairs:
             if target.shape != given.shape:
                 raise ConfigError(
@@ -204,10 +206,10 @@ class InProcessWeights(WeightUpdater):
 
 
 class JointWeights(WeightUpdater):
-    """Several updaters of one collector, each of the policy of a player.
+    """Several updaters of one collector, one per player's policy.
 
     Args:
-        updaters: each knows where the weights of its policy are.
+        updaters: updaters that each already have the weights of their policy.
 
     Example:
         >>> JointWeights([InProcessWeights(), InProcessWeights()]).push_weights()
@@ -227,13 +229,13 @@ class JointWeights(WeightUpdater):
             each.register_collector(collector)
 
     def push_weights(self, policy_or_weights: Source | None = None) -> None:
-        """Let each bring its weights; the new version is the same for all.
+        """Let each updater send its weights; all get the same new version.
 
         Args:
-            policy_or_weights: ``None``, for each updater has its own.
+            policy_or_weights: must be ``None``, because each updater has its own weights.
 
         Raises:
-            ConfigError: weights are given, which cannot be those of all policies.
+            ConfigError: weights are given, but they cannot belong to all policies.
         """
         if policy_or_weights is not None:
             raise ConfigError("each updater of JointWeights has weights of its own: give none")

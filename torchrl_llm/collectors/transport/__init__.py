@@ -1,4 +1,4 @@
-"""Transports: channels from collecting processes to the training process."""
+"""Channels from collecting processes to the training process."""
 
 from torchrl_llm._imports import lazy
 

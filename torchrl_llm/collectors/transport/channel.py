@@ -1,12 +1,12 @@
 """Channel from many collecting processes to one trainer, with accounting of all tokens.
 
-A :class:`RowChannel` has two ends. Workers ``claim`` the right to collect, ``report`` what they
-have sampled, and ``put`` deliveries; the learner grants rows with ``grant``, takes deliveries with
-``get``, and announces its version of the weights. The counts of both ends account for every sampled
-token, even of a killed worker: tokens that were sampled but never delivered are lost.
+A :class:`RowChannel` has two ends. Workers ``claim`` the right to collect, ``report`` the number of
+sampled tokens, and ``put`` deliveries. The learner grants rows with ``grant``, takes deliveries
+with ``get``, and announces its version of the weights. The counts of both ends include every
+sampled token, even those of a killed worker: tokens that were sampled but never delivered are lost.
 
-Implementations: :class:`LocalChannel` for threads of one process, a channel over a Ray actor, and a
-channel over Redis.
+The implementations are :class:`LocalChannel` for threads of one process, a channel over a Ray
+actor, and a channel over Redis.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from torchrl_llm.errors import WorkerError
 
 
 class ChannelClosedError(WorkerError):
-    """The learner needs no further rows; a worker ends."""
+    """The learner needs no further rows, so the worker must end."""
 
 
 def closed_error() -> ChannelClosedError:
-    """Error for a worker that calls a closed channel."""
+    """Return the error for a worker that calls a closed channel."""
     return ChannelClosedError("the channel was closed; no further rows are wanted")
 
 
 def forgotten_error(worker: str) -> WorkerError:
-    """Error for a worker that was dropped.
+    """Return the error for a worker that was dropped.
 
     Args:
-        worker: its name.
+        worker: name of the worker.
     """
     return WorkerError(
         f"worker {worker!r} was taken for dead and forgotten; its claims went to others. Start it "
@@ -53,12 +53,13 @@ class Delivery:
     """Rows of one worker, with their accounting.
 
     Args:
-        rows: in wire form; one row per turn.
-        worker: name of the worker, unique over restarts.
-        sequence: 0, 1, 2, ... of this worker; a gap means a lost delivery.
-        claimed: claimed rows that this delivery uses.
-        generated: tokens that the worker has sampled since its start, including these rows.
-        sent: number of these tokens that it has delivered, including these rows; ``None`` if not
+        rows: packed rows, one per turn.
+        worker: name of the worker, different after each restart.
+        sequence: number 0, 1, 2, ... of this worker's delivery; a gap means a lost delivery.
+        claimed: number of claimed rows that this delivery uses.
+        generated: number of tokens that the worker has sampled since its start, including these
+            rows.
+        sent: number of tokens that the worker has delivered, including these rows; ``None`` if not
             counted.
         digests: digests of the weights that sampled these rows, by version.
     """
@@ -77,10 +78,10 @@ class WorkerCounts:
     """Counts of one worker.
 
     Attributes:
-        claimed: rows claimed and not delivered.
-        generated: tokens that it reported as sampled.
-        delivered: number of its deliveries.
-        sent: sampled tokens of these deliveries, if counted.
+        claimed: number of rows claimed but not delivered.
+        generated: number of tokens that the worker reported as sampled.
+        delivered: number of the worker's deliveries.
+        sent: number of sampled tokens in these deliveries, if counted.
         seen_s: ``time.time()`` of its last heartbeat; every call is a heartbeat.
     """
 
@@ -92,16 +93,16 @@ class WorkerCounts:
 
     @property
     def in_flight(self) -> int:
-        """Tokens sampled and not delivered; lost if the worker dies now."""
+        """Number of tokens sampled but not delivered; they are lost if the worker dies now."""
         return max(self.generated - self.sent, 0)
 
 
 class RowChannel(ABC):
     """Bounded channel with many writers and one reader; every call has a time limit.
 
-    The state is a single :class:`ChannelState`; a subclass defines where it is and how to call it.
-    Handles may be copied to threads and (except :class:`LocalChannel`) pickled to processes. The
-    conformance tests are ``test/conformance/channels.py``.
+    The state is a single :class:`ChannelState`; a subclass defines its location and how to call it.
+    Handles may be copied to threads and (except for :class:`LocalChannel`) pickled to processes.
+    The conformance tests are ``test/conformance/channels.py``.
     """
 
     @abstractmethod
@@ -115,14 +116,14 @@ class RowChannel(ABC):
     # -- the workers' end ---------------------------------------------------------------------
 
     def put(self, delivery: Delivery, *, timeout_s: float) -> None:
-        """Deliver rows; waits while the channel is full.
+        """Deliver rows; wait while the channel is full.
 
-        A delivery with a known sequence number is ignored, so a worker may retry if it lost the
-        answer.
+        A delivery with a known sequence number is ignored. So a worker may retry if it did not
+        receive the answer.
 
         Raises:
-            queue.Full: the channel stayed full. The delivery was not accepted; retry.
-            ChannelClosedError: it is closed.
+            queue.Full: the channel stayed full, and the delivery was not accepted. Retry.
+            ChannelClosedError: the channel is closed.
             WorkerError: the channel does not answer, or this worker was dropped.
         """
         if not self._wait("try_put", delivery, timeout_s=timeout_s):
@@ -137,34 +138,34 @@ class RowChannel(ABC):
             timeout_s: most seconds to wait for the learner to grant more.
 
         Returns:
-            Whether they were granted.
+            Whether the rows were granted.
 
         Raises:
-            ChannelClosedError: it is closed.
+            ChannelClosedError: the channel is closed.
             WorkerError: the channel does not answer, or this worker was dropped.
         """
         return self._wait("try_claim", worker, num_rows, timeout_s=timeout_s)
 
     def report(self, worker: str, *, generated: int) -> None:
-        """Report the number of tokens sampled since the worker's start; also a heartbeat.
+        """Report the number of tokens sampled since the worker's start. The call is a heartbeat.
 
         Raises:
-            ChannelClosedError: it is closed.
+            ChannelClosedError: the channel is closed.
             WorkerError: the channel does not answer, or this worker was dropped.
         """
         self._do("report", worker, generated)
 
     def version(self) -> int:
-        """The version of the learner's weights."""
+        """Return the version of the learner's weights."""
         return self._do("version")
 
     # -- the learner's end --------------------------------------------------------------------
 
     def get(self, *, timeout_s: float) -> Delivery:
-        """The next delivery; deliveries of one worker arrive in order.
+        """Return the next delivery; deliveries of one worker arrive in order.
 
         Raises:
-            queue.Empty: none arrived in time.
+            queue.Empty: no delivery arrived in time.
             WorkerError: the channel does not answer.
         """
         delivery = self._wait("try_get", timeout_s=timeout_s)
@@ -176,7 +177,7 @@ class RowChannel(ABC):
         """Allow workers to claim more rows.
 
         Args:
-            num_rows: number of rows; a negative number withdraws unclaimed ones, as far as
+            num_rows: number of rows; a negative number withdraws unclaimed rows, as far as
                 possible.
         """
         self._do("grant", num_rows)
@@ -186,40 +187,40 @@ class RowChannel(ABC):
         self._do("set_version", version)
 
     def workers(self) -> dict[str, WorkerCounts]:
-        """Counts of all workers that called and were not dropped; copies."""
+        """Return copies of the counts of all workers that called and were not dropped."""
         return self._do("workers")
 
     def forget(self, worker: str) -> WorkerCounts:
-        """Drop a dead worker: free its claims for others, and return its last counts.
+        """Drop a dead worker: free its claims for other workers, and return its last counts.
 
-        Its deliveries can still be received; its undelivered tokens are lost. If it is still alive,
-        its further calls are rejected, because others may have its claims.
+        Its deliveries can still be received; its undelivered tokens are lost. If the worker is
+        still alive, its further calls are rejected, because other workers may have its claims.
         """
         return self._do("forget", worker)
 
     def forgotten(self) -> dict[str, WorkerCounts]:
-        """Last counts of the dropped workers; their tokens in flight are lost."""
+        """Return the last counts of the dropped workers; their tokens in flight are lost."""
         return self._do("forgotten")
 
     def __len__(self) -> int:
-        """Number of waiting deliveries."""
+        """Return the number of waiting deliveries."""
         return self._do("size")
 
     def close(self) -> None:
-        """Reject calls of workers, even waiting ones; deliveries can still be received."""
+        """Close the channel: worker calls, even waiting ones, fail; deliveries can be received."""
         self._do("close")
 
 
 class ChannelState:
     """The state of a channel; every call returns at once.
 
-    Not thread-safe. Channels with their state in one Python process wrap it.
+    The class is not thread-safe. Channels with their state in one Python process wrap it.
 
     Args:
         max_size: most waiting deliveries.
 
     Raises:
-        ConfigError: for a size below 1.
+        ConfigError: the size is below 1.
     """
 
     @checked
@@ -242,7 +243,7 @@ class ChannelState:
         return counts
 
     def try_put(self, delivery: Delivery) -> bool:
-        """Put if there is room; returns whether there was. See :meth:`RowChannel.put`."""
+        """Put if there is room, and return whether there was. See :meth:`RowChannel.put`."""
         counts = self._counts(delivery.worker)
         if delivery.sequence < counts.delivered:
             return True
@@ -256,11 +257,11 @@ class ChannelState:
         return True
 
     def try_get(self) -> Delivery | None:
-        """The next delivery, or ``None``; see :meth:`RowChannel.get`."""
+        """Return the next delivery, or ``None``; see :meth:`RowChannel.get`."""
         return self.waiting.popleft() if self.waiting else None
 
     def try_claim(self, worker: str, num_rows: int) -> bool:
-        """Claim if possible; returns whether it was. See :meth:`RowChannel.claim`."""
+        """Claim if possible, and return whether it was. See :meth:`RowChannel.claim`."""
         counts = self._counts(worker)
         if self._granted < num_rows:
             return False
@@ -320,7 +321,7 @@ class LocalChannel(RowChannel):
         max_size: most waiting deliveries.
 
     Raises:
-        ConfigError: for a size below 1.
+        ConfigError: the size is below 1.
 
     Example:
         >>> channel = LocalChannel(max_size=2)
@@ -352,13 +353,13 @@ class LocalChannel(RowChannel):
 class TokenAccounts(SavedState):
     """Counts of received and lost tokens.
 
-    A learner resumed from a checkpoint counts as lost all tokens delivered after the checkpoint,
-    because its weights were not trained on them.
+    After a resume from a checkpoint, the learner counts all tokens that were delivered after the
+    checkpoint as lost, because its weights were not trained on them.
 
     Attributes:
         received: tokens of all accepted deliveries.
         lost: tokens that will never arrive, or were rejected.
-        settled: worker to its number of received or lost tokens.
+        settled: number of received or lost tokens of each worker.
         gone: dropped workers whose loss has been counted.
         taken: losses already returned by :meth:`take_lost`.
 
@@ -381,11 +382,11 @@ class TokenAccounts(SavedState):
     taken: int = 0
 
     def receive(self, delivery: Delivery, num_tokens: int) -> None:
-        """Count a delivery, and tokens sent before it that never arrived.
+        """Count a delivery, and tokens that were sent before it but never arrived.
 
         Args:
             delivery: the delivery. If ``sent`` is ``None``, gaps are not detected.
-            num_tokens: sampled tokens of its rows.
+            num_tokens: number of sampled tokens of its rows.
         """
         settled = self.settled.get(delivery.worker, 0)
         sent = settled + num_tokens if delivery.sent is None else delivery.sent
@@ -402,7 +403,7 @@ class TokenAccounts(SavedState):
         """Count undelivered tokens of dead workers, once per worker.
 
         Args:
-            forgotten: of :meth:`~torchrl_llm.collectors.transport.RowChannel.forgotten`.
+            forgotten: result of :meth:`~torchrl_llm.collectors.transport.RowChannel.forgotten`.
         """
         for name, counts in forgotten.items():
             if name not in self.gone:
@@ -410,6 +411,6 @@ class TokenAccounts(SavedState):
                 self.lost += counts.in_flight
 
     def take_lost(self) -> int:
-        """Tokens lost since the last call, for the ledger of a step."""
+        """Return the number of tokens lost since the last call, for the ledger of a step."""
         new, self.taken = self.lost - self.taken, self.lost
         return new

@@ -1,6 +1,6 @@
-"""Channel between processes of a Ray cluster: one actor keeps the queue and the counts.
+"""Channel between processes of a Ray cluster; one actor stores the queue and the counts.
 
-The actor only moves bytes and never unpacks rows. It reserves no CPU. It is asynchronous, so a
+The actor only moves bytes and never unpacks rows. It reserves no CPU. Because it is asynchronous, a
 thousand waiting workers need no threads.
 """
 
@@ -57,8 +57,8 @@ class _Server:
         return found
 
     async def get(self, taken: int, timeout_s: float) -> tuple[int, Delivery] | None:
-        # A delivery is kept until the reader asks for the next one, so that a lost answer can be
-        # sent again.
+        # A delivery is kept until the reader asks for the next delivery, so that a lost answer can
+        # be sent again.
         if self._handed[1] is None or taken >= self._handed[0]:
             found = await self.wait("try_get", (), timeout_s)
             if found is None:
@@ -68,17 +68,18 @@ class _Server:
 
 
 class RayChannel(RowChannel):
-    """A channel in a Ray actor; handles are picklable and can be passed to any actor or task.
+    """A channel in a Ray actor; its handles can be pickled and passed to any actor or task.
 
-    The actor ends with the process that created it, with :meth:`shutdown`, or when no handle is
-    left. A reader that missed its last answer (because it restarted, for example) gets it again.
+    The actor ends when the process that created it ends, after :meth:`shutdown`, or when no handle
+    is left. A reader that missed its last delivery (because of a restart, for example) gets it
+    again.
 
     Args:
-        max_size: deliveries that may wait.
+        max_size: most waiting deliveries.
         timeout_s: seconds beyond the call's own wait after which the channel counts as dead.
 
     Raises:
-        ConfigError: for a size below 1 or a timeout that is not positive.
+        ConfigError: the size is below 1, or the timeout is not positive.
         MissingExtraError: Ray is not installed.
         ResourceError: Ray is not running.
         WorkerError: the actor did not start in time.
@@ -126,7 +127,7 @@ class RayChannel(RowChannel):
 
     def get(self, *, timeout_s: float) -> Delivery:
         """See :meth:`RowChannel.get`."""
-        # Two readers of one handle would get the same delivery.
+        # Otherwise two readers of one handle would get the same delivery.
         if not self._reading.acquire(timeout=timeout_s):
             raise queue.Empty
         try:

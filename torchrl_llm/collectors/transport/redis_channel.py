@@ -1,7 +1,7 @@
 """Channel over Redis, between processes that share nothing else.
 
-Messages are bytes that cannot execute code (:mod:`torchrl_llm.data.wire`), so a malicious client of
-the Redis can at worst send wrong rows or none. The scripts for the server are in this folder;
+Messages are bytes that cannot execute code (:mod:`torchrl_llm.data.wire`). So a malicious client of
+the Redis can at worst send wrong rows, or no rows. The scripts for the server are in this folder;
 ``redis_begin.lua`` documents their keys.
 """
 
@@ -31,7 +31,7 @@ from torchrl_llm.data.wire import PackedRows, encode
 from torchrl_llm.errors import DataError
 
 _MOST_BYTES = 500 << 20
-# Largest values that the scripts accept for a number of rows, and for any number.
+# Largest values that the scripts accept: for a number of rows, and for any other number.
 _MOST_CLAIMS, _MOST = 1 << 20, 1 << 53
 _PAUSE_S = (0.005, 0.1)
 _KEPT_S = 3600
@@ -44,7 +44,7 @@ KEYS = (
 
 
 def _script(name: str) -> str:
-    """A script of this folder, preceded by the shared functions."""
+    """Return a script of this folder, preceded by the shared functions."""
     files = (Path(__file__).with_name(f"redis_{each}.lua") for each in ("begin", name))
     return "".join(file.read_text(encoding="utf-8") for file in files)
 
@@ -64,7 +64,8 @@ class _Own:
 class _Lead:
     """State of the learner's end, which survives a loss of the server's data.
 
-    ``out`` are granted rows that have not arrived: free, claimed, or waiting in the server.
+    ``out`` is the number of granted rows that have not arrived: free, claimed, or waiting in the
+    server.
     """
 
     run: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -78,13 +79,13 @@ class _Lead:
 
 
 def delivery_to_bytes(delivery: Delivery) -> bytes:
-    """Write a delivery.
+    """Convert a delivery to bytes.
 
     Args:
-        delivery: its rows must be writable by :func:`~torchrl_llm.data.wire.encode`.
+        delivery: :func:`~torchrl_llm.data.wire.encode` must support its rows.
 
     Raises:
-        DataError: a value without a safe form, or a message too large for Redis.
+        DataError: a value has no safe form, or the message is too large for Redis.
     """
     about = {name: getattr(delivery, name) for name in _ABOUT}
     data = encode(delivery.rows, about | {"digests": dict(delivery.digests)})
@@ -127,30 +128,30 @@ def delivery_from_bytes(data: bytes) -> Delivery:
 class RedisChannel(RowChannel):
     """A channel between processes that share a Redis.
 
-    It survives restarts of the server: calls wait for it up to ``reconnect_s`` beyond their own
-    limit. If the server returns without its data, waiting deliveries are lost (the learner detects
-    the gap), their rows are granted again, and workers and learner continue.
+    The channel survives restarts of the server: calls wait for the server up to ``reconnect_s``
+    beyond their own time limit. If the server returns without its data, waiting deliveries are
+    lost. The learner detects the gap, grants their rows again, and continues, as the workers do.
 
-    A worker claims and puts through one handle; a row with a value without a safe form raises
-    :class:`~torchrl_llm.errors.DataError`. There is a single learner's end; after it was killed,
-    replace it by a handle with ``begin=True``.
+    A worker must claim and put through the same handle. A row that contains a value without a safe
+    form raises :class:`~torchrl_llm.errors.DataError`. Only one learner's end may exist. After a
+    kill, replace it by a handle with ``begin=True``.
 
     Args:
-        url: of the Redis, ``redis://host:port/db``.
+        url: URL of the Redis, ``redis://host:port/db``.
         name: name of the channel; several channels may share a Redis.
-        max_size: most waiting deliveries; the learner's handle decides.
-        begin: the learner's end of a new run: waiting deliveries are dropped, and claims and counts
-            start at zero. Live workers continue.
+        max_size: most waiting deliveries; the value of the learner's handle applies.
+        begin: whether this is the learner's end of a new run. Waiting deliveries are then dropped,
+            and claims and counts start at zero. Live workers continue.
         reconnect_s: most seconds that the server may be unreachable.
-        on_return: called at the learner's end after the server was unreachable, to restore other
-            lost data.
+        on_return: function that the learner's end calls after the server was unreachable, to
+            restore other lost data.
 
     Attributes:
         place: the URL without user and password.
 
     Raises:
         MissingExtraError: redis-py is not installed.
-        ConfigError: a size below 1, or a malformed URL.
+        ConfigError: the size is below 1, or the URL is malformed.
         WorkerError: the server does not answer.
     """
 
@@ -228,7 +229,7 @@ class RedisChannel(RowChannel):
             own = self._own.setdefault(worker, _Own())
             if delivery.sequence < own.deliveries:
                 return True
-            # Check for room first, so that rows are not sent in vain.
+            # Check for room first, so that rows are not sent without effect.
             answer = self._act(worker, own, "room", *place)
             if answer == "done":
                 answer = self._act(worker, own, "put", *place, delivery.generated, sent, data)
@@ -255,7 +256,7 @@ class RedisChannel(RowChannel):
         return _whole(version)
 
     def learner_silence_s(self) -> float | None:
-        """Seconds since the learner's last call; ``None`` if the server knows no learner."""
+        """Return the seconds since the learner's last call; ``None`` without a learner."""
         time_, led = self._link.read(lambda pipe: (pipe.time(), pipe.hget(self._keys[0], "led")))
         led_s = _seconds(led)
         return max(time_[0] + time_[1] / 1e6 - led_s, 0.0) if led_s else None
@@ -263,7 +264,7 @@ class RedisChannel(RowChannel):
     # -- the learner's end ------------------------------------------------------------------------
 
     def _leading(self, delta: int = 0, *, wants: bool = False) -> tuple[int, str, bytes]:
-        """One call of the learner: granted rows, number and bytes of the next delivery."""
+        """Make one call of the learner: returns granted rows, number and bytes of a delivery."""
         was_away = False
         with self._mutex:
             lead = self._lead = self._lead or self._join()
@@ -313,7 +314,7 @@ class RedisChannel(RowChannel):
         return _Lead(run, _whole(state.get(b"version")), out, closed=b"closed" in state)
 
     def _try_get(self) -> Delivery | None:
-        """The next delivery; invalid bytes are logged and skipped."""
+        """Return the next delivery; log and skip invalid bytes."""
         with self._mutex:
             if self._lead is not None and self._lead.begun and not self._waits():
                 return None
@@ -328,13 +329,13 @@ class RedisChannel(RowChannel):
                 logger.warning(f"channel {self.name!r} held something else: {error}")
                 return None
             if delivery.sequence < lead.next.get(delivery.worker, 0):
-                return None  # a server that returned with old data repeats it
+                return None  # a server that returned with old data repeats this delivery
             lead.next[delivery.worker] = delivery.sequence + 1
             lead.out -= delivery.claimed
             return delivery
 
     def _waits(self) -> bool:
-        """Whether a full call is needed: a delivery waits, or the server lost this run."""
+        """Return whether a full call is needed: a delivery waits, or the server lost this run."""
         size, handed, run = self._link.read(
             lambda pipe: (
                 pipe.llen(self._keys[1]),
@@ -356,7 +357,7 @@ class RedisChannel(RowChannel):
 
     def _workers(self) -> dict[str, WorkerCounts]:
         if self._lead is not None:
-            self._leading()  # losses by a restart are noticed here at the latest
+            self._leading()  # losses by a restart of the server are noticed here at the latest
         time_, *columns = self._link.read(
             lambda pipe: (pipe.time(), *(pipe.hgetall(key) for key in self._keys[4:9]))
         )
@@ -390,7 +391,7 @@ class RedisChannel(RowChannel):
         return self._link.read(lambda pipe: pipe.llen(self._keys[1]))[0] or 0
 
     def _close(self) -> None:
-        """The server deletes the channel after an hour."""
+        """Close the channel; the server deletes it after an hour."""
         with self._mutex:
             self._lead = self._lead or self._join()
             self._lead.closed = True
@@ -398,7 +399,7 @@ class RedisChannel(RowChannel):
         self._link.read(lambda pipe: [pipe.expire(key, _KEPT_S) for key in self._keys])
 
 
-# The server may contain foreign data; invalid numbers count as missing.
+# The server may contain data of other programs; invalid numbers count as missing.
 
 
 def _whole(text: Any) -> int:

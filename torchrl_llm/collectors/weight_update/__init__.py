@@ -1,4 +1,4 @@
-"""TorchRL's names of weight updaters; the machinery is :mod:`torchrl_llm.weights`."""
+"""TorchRL's names of weight updaters; :mod:`torchrl_llm.weights` implements them."""
 
 from torchrl_llm._imports import lazy
 

@@ -1,4 +1,4 @@
-"""The three input modes: read and continue conversations, text or token ids of rows."""
+"""The three input modes, which read and continue conversations, text or token ids of rows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _FORMATTER_ARGS = ("chat_template", "chat_template_name", "tools")
 
 
 def formatter_arguments(template_kwargs: dict[str, Any] | None) -> dict[str, Any]:
-    """The arguments of a formatter, with the variables of the template in one mapping.
+    """Return the arguments of a formatter, with the template's variables in one mapping.
 
     Example:
         >>> formatter_arguments({"tools": [], "enable_thinking": False})
@@ -63,7 +63,7 @@ def make_mode(
         policy_role: role of the model's messages.
 
     Raises:
-        ConfigError: for an unknown mode, a missing tokenizer, or template arguments that would not
+        ConfigError: the mode is unknown, the tokenizer is missing, or template arguments would not
             be used.
         TemplateError: for a tokenizer without chat template.
     """
@@ -85,7 +85,7 @@ def make_mode(
 
 
 class _Decoder:
-    """The only formatter method that reading responses needs."""
+    """A formatter with the only method that reading responses needs."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -95,7 +95,7 @@ class _Decoder:
 
 
 def response_reader(name: str, tokenizer: Any = None, policy_role: str = "assistant") -> InputMode:
-    """A mode that only reads responses, for rows outside an environment.
+    """Make a mode that only reads responses, for rows outside an environment.
 
     Args:
         name: ``"history"``, ``"text"`` or ``"tokens"``.

@@ -1,13 +1,13 @@
-"""Append messages to sampled turns, for rows stored as token ids.
+"""Appends messages to sampled turns, for rows stored as token ids.
 
 Text and tokens mode keep no messages. The model's turn is read from its ids. The text that the chat
-template writes after it (the end of the turn, the new messages, the next generation prompt) is
-encoded and appended, with its provenance; sampled ids are never encoded again.
+template writes after the turn (the end of the turn, the new messages, the next generation prompt)
+is encoded and appended, with its provenance. Sampled ids are never encoded again.
 
-Next: :mod:`torchrl_llm.data.input_modes` calls this; in history mode, the policy's formatter does
-the same.
+Next: :mod:`torchrl_llm.data.input_modes` calls this module. In history mode, the policy's formatter
+does the same.
 
-Shape legend: ``B`` rows, ``T_b`` tokens of row ``b``, ``N_b`` of them new.
+Shape legend: ``B`` rows, ``T_b`` tokens of row ``b``, ``N_b`` new tokens of row ``b``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Grown(NamedTuple):
     """Rows after an append.
 
     Attributes:
-        columns: for each carried fact, by its name, ``B`` tensors ``[T_b]``; unknown log-probs stay
+        columns: ``B`` tensors ``[T_b]`` for the name of each carried fact; unknown log-probs stay
             empty.
         texts: the change of each row's text.
     """
@@ -49,7 +49,7 @@ class Grown(NamedTuple):
 
 
 class _Turn(NamedTuple):
-    """The model's turn of one row: ids of prompt and response, and where the response begins."""
+    """The model's turn of one row: ids of prompt and response, and the start of the response."""
 
     token_ids: Tensor
     start: int
@@ -59,11 +59,11 @@ class _Turn(NamedTuple):
 def read_turns(
     formatter: ChatFormatter, td: TensorDictBase, responses: Sequence[Any]
 ) -> list[Message | None]:
-    """The responses as messages.
+    """Return the responses as messages.
 
     Args:
         formatter: formatter with the chat template.
-        td: rows with ``("tokens", "full")``, or without ids if the policy writes text only.
+        td: rows with ``("tokens", "full")``, or without ids if the policy writes only text.
         responses: the text of each response.
     """
     return [
@@ -139,11 +139,11 @@ def _append_row(
 def _behind_others(
     formatter: ChatFormatter, prompt: Tensor, new: list[Message]
 ) -> tuple[int, Tensor, Tensor]:
-    """Ids after messages that a different transform has appended in the same step.
+    """Return ids that follow messages appended by a different transform in the same step.
 
     Returns:
         The number of prompt ids to keep (the end of the prompt is repeated after the new messages),
-        the ids after them, and the source of each.
+        the ids to append, and the source of each.
     """
     stand_in = [
         {"role": "user", "content": "Go on."},
@@ -174,7 +174,7 @@ def _turns(
     turns: list[_Turn | None] = []
     for row, (ids, start) in enumerate(zip(full, _starts(td, full), strict=True)):
         reason = FinishReason.STOP if reasons is None else FinishReason(int(reasons[row]))
-        # A response without a token (aborted, or to a prompt that was too long) is a turn, too.
+        # A response without a token (aborted, or to a prompt that was too long) is also a turn.
         there = 0 < ids.shape[0] >= start
         turns.append(_Turn(ids, start, reason) if there else None)
     return turns
@@ -206,12 +206,12 @@ def _message(formatter: ChatFormatter, turn: _Turn) -> dict[str, Any]:
 
 
 def aligned_rows(column: list[Tensor] | None, rows: Sequence[Tensor]) -> list[Tensor] | None:
-    """A column if its rows have the lengths of the given rows, else ``None``."""
+    """Return a column if its rows have the same lengths as the given rows, else ``None``."""
     return column if column is not None and are_aligned(column, rows) else None
 
 
 def valid_rows(td: TensorDictBase, key: tuple[str, str]) -> list[Tensor] | None:
-    """Ragged rows unchanged, right-padded dense ones cut to their valid tokens."""
+    """Return ragged rows unchanged, and right-padded dense rows cut to their valid tokens."""
     rows = read_rows(td, key, None)
     mask = read_rows(td, ("masks", "all_attention_mask"), None)
     if not rows or mask is None or not are_aligned(rows, mask) or all(bool(m.all()) for m in mask):

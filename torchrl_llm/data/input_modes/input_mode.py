@@ -30,7 +30,7 @@ Message = Mapping[str, Any]
 
 
 class InputMode(ABC):
-    """The parts of an environment that differ between history, text and tokens.
+    """The parts of an environment that differ between history, text and tokens mode.
 
     Args:
         formatter: renders and encodes conversations; history mode needs none.
@@ -51,15 +51,15 @@ class InputMode(ABC):
 
     @abstractmethod
     def prompt_specs(self, size: int) -> dict[str, Composite]:
-        """Specs of the keys that reset and step write, for ``size`` rows."""
+        """Return the specs of the keys that reset and step write, for ``size`` rows."""
 
     @abstractmethod
     def full_specs(self, size: int) -> dict[str, Composite]:
-        """Specs of the key that the policy writes."""
+        """Return the specs of the key that the policy writes."""
 
     @abstractmethod
     def reset(self, out: TensorDictBase, chats: Sequence[Chat | None]) -> None:
-        """Write the prompts of new conversations; ``None`` gets a filler."""
+        """Write the prompts of new conversations, and a placeholder for ``None``."""
 
     @abstractmethod
     def step(self, td: TensorDictBase, out: TensorDictBase, stepped: list[bool] | None) -> None:
@@ -67,11 +67,11 @@ class InputMode(ABC):
 
     @abstractmethod
     def responses(self, td: TensorDictBase) -> list[str | DataError]:
-        """The text of each response, without the prompt; an error if there is none."""
+        """Return the text of each response, without the prompt; raise if there is none."""
 
     @abstractmethod
     def turns(self, td: TensorDictBase) -> list[Message | None]:
-        """The message that the model wrote in this turn of each row; ``None`` if it wrote none."""
+        """Return the model's message in this turn of each row; ``None`` if there is none."""
 
     @abstractmethod
     def append(
@@ -103,14 +103,14 @@ class InputMode(ABC):
 
 
 def merge_rows(new: Sequence[Any], old: Sequence[Any], stepped: Sequence[bool] | None) -> list[Any]:
-    """New values for the stepped rows (``None`` for all rows), old values for the others."""
+    """Merge new values of stepped rows (``None`` for all rows) with old values of the others."""
     if stepped is None:
         return list(new)
     return [a if moved else b for a, b, moved in zip(new, old, stepped, strict=True)]
 
 
 def missing_key(key: tuple[str, str]) -> DataError:
-    """The error for a policy that did not write what the mode reads."""
+    """Return the error for a policy that did not write the key that the mode reads."""
     return DataError(
         f"the policy did not write {key!r}, which the environment turns into the next prompt; a "
         f"policy sets td[{key!r}]"
@@ -121,7 +121,7 @@ def missing_key(key: tuple[str, str]) -> DataError:
 
 
 def history_spec(field: str, chat: Chat, size: int) -> Composite:
-    """The spec of ``("history", field)``.
+    """Return the spec of ``("history", field)``.
 
     Args:
         field: ``"prompt"`` or ``"full"``.
@@ -134,14 +134,14 @@ def history_spec(field: str, chat: Chat, size: int) -> Composite:
 
 
 def read_chats(td: TensorDictBase, field: str) -> list[Chat]:
-    """The conversations, one per row.
+    """Return the conversations, one per row.
 
     Args:
         td: rows ``[B]``.
         field: ``"prompt"`` or ``"full"``.
 
     Raises:
-        DataError: the rows have none.
+        DataError: the rows have no conversations.
     """
     history = td.get(("history", field), None)
     if history is None and field == "prompt":
@@ -206,12 +206,12 @@ class HistoryMode(InputMode):
         write_chats(out, merge_rows(full, old, stepped))
 
     def responses(self, td: TensorDictBase) -> list[str | DataError]:
-        """The last message of each conversation, if the model wrote it."""
+        """Return the last message of each conversation, if the model wrote it."""
         missing = f"the conversation does not end with a {self.policy_role!r} message"
         return [DataError(missing) if m is None else message_text(m) for m in self.turns(td)]
 
     def turns(self, td: TensorDictBase) -> list[Message | None]:
-        """The last message of each conversation, if the model wrote it."""
+        """Return the last message of each conversation, if the model wrote it."""
         chats = read_chats(td, "full")
         ends = (chat.messages[-1] if len(chat) else {} for chat in chats)
         return [dict(end) if end.get("role") == self.policy_role else None for end in ends]

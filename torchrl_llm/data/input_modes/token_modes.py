@@ -48,7 +48,7 @@ class _TokenCarrier(InputMode):
         return specs | {node: RaggedSpec(keys, shape=(size,)) for node, keys in nodes}
 
     def _reset_ids(self, out: TensorDictBase, chats: Sequence[Chat | None]) -> list[Tensor]:
-        """Write the ids of new conversations; none for a row without one."""
+        """Write the ids of new conversations; a row without a new conversation gets none."""
         encoded = iter(self.formatter.encode_batch([chat for chat in chats if chat is not None]))
         nothing = torch.zeros(0, dtype=torch.int64)
         filler = Encoded(nothing, nothing, nothing.bool())
@@ -75,7 +75,7 @@ class _TokenCarrier(InputMode):
     def _unsampled(
         self, rows: Sequence[Tensor], sources: Sequence[Tensor]
     ) -> dict[str, Sequence[Tensor]]:
-        """The columns for ids that were not sampled."""
+        """Return the columns for ids that were not sampled."""
         given = {"token_ids": rows, "source": [source.to(torch.int8) for source in sources]}
         return {
             fact.name: given[fact.name] if fact.name in given else _filled(rows, fact)
@@ -86,11 +86,11 @@ class _TokenCarrier(InputMode):
         self, td: TensorDictBase, out: TensorDictBase, stepped: list[bool] | None
     ) -> None:
         prompts = read_rows(td, ("tokens", "prompt"))
-        # A policy that writes text only leaves no ids; its next prompt is encoded again.
+        # A policy that writes only text provides no ids, so its next prompt is encoded again.
         full = appending.valid_rows(td, ("tokens", "full")) or [ids.new_zeros(0) for ids in prompts]
         columns = {fact.name: self._written(td, fact, full) for fact in self._facts}
         if stepped is not None:
-            # The policy has run on these rows too: their prompt is only the beginning of each
+            # The policy has run on these rows too, so their prompt is only the beginning of each
             # column.
             kept = [len(ids) for ids in prompts]
             columns = {
@@ -101,7 +101,7 @@ class _TokenCarrier(InputMode):
 
     @staticmethod
     def _written(td: TensorDictBase, fact: TokenFact, full: list[Tensor]) -> Sequence[Tensor]:
-        """The policy's column of a fact, if it belongs to these ids."""
+        """Return the policy's column of a fact, if it belongs to these ids."""
         if fact.name == "token_ids":
             return full
         rows = appending.aligned_rows(appending.valid_rows(td, fact.key), full)
@@ -111,7 +111,7 @@ class _TokenCarrier(InputMode):
         return _filled([row[:0] for row in full] if fact.name == "log_probs" else full, fact)
 
     def turns(self, td: TensorDictBase) -> list[Message | None]:
-        """Each response, read from its ids as the template writes messages."""
+        """Return each response as a message, read from its ids in the form of the template."""
         return appending.read_turns(self.formatter, td, self.responses(td))
 
     def append(
@@ -122,11 +122,11 @@ class _TokenCarrier(InputMode):
             self._append_ids(td, out, added)
 
     def replace(self, out: TensorDictBase, chats: Mapping[int, Chat]) -> None:
-        """Encode the conversations, generation prompt included, in place of the ids."""
+        """Replace the ids by those of the conversations, including the generation prompt."""
         self._replace_ids(out, chats)
 
     def _replace_ids(self, out: TensorDictBase, chats: Mapping[int, Chat]) -> list[Tensor]:
-        """The new ids, in the order of the conversations."""
+        """Replace ids, and return the new ones in the order of the conversations."""
         if self.keeps_history:
             input_mode.replace_chats(out, chats)
         columns = self._carried(out)
@@ -151,7 +151,7 @@ class _TokenCarrier(InputMode):
         return grown.texts
 
     def _carried(self, out: TensorDictBase) -> dict[str, list[Tensor]]:
-        """The column of each fact, as a reset or step has written it."""
+        """Return the column of each fact, as a reset or step has written it."""
         return {fact.name: read_rows(out, fact.prompt_key) for fact in self._facts}
 
     def _write_tokens(self, out: TensorDictBase, columns: Mapping[str, Sequence[Tensor]]) -> None:
@@ -172,8 +172,8 @@ class TextMode(_TokenCarrier):
     """Strings: ``("text", "full")`` becomes the next ``("text", "prompt")``.
 
     The ids are kept next to the text in ``("tokens", "prompt")``, ``("log_probs", "prompt")`` and
-    ``"trace"``: sampled turns are not encoded again, and user text that looks like a special token
-    does not become one, as it would from the text alone.
+    ``"trace"``. So sampled turns are not encoded again, and user text that looks like a special
+    token does not become a special token, as it would if the text were encoded.
     """
 
     name = "text"
@@ -192,7 +192,7 @@ class TextMode(_TokenCarrier):
         return Composite({field: column}, shape=(size,), data_cls=Text)
 
     def reset(self, out: TensorDictBase, chats: Sequence[Chat | None]) -> None:
-        """Render the conversations, generation prompt included."""
+        """Render the conversations, including the generation prompt."""
         self._write(out, [self.formatter.decode(ids) for ids in self._reset_ids(out, chats)])
 
     def step(self, td: TensorDictBase, out: TensorDictBase, stepped: list[bool] | None) -> None:
@@ -212,7 +212,7 @@ class TextMode(_TokenCarrier):
         self._write(out, texts)
 
     def responses(self, td: TensorDictBase) -> list[str | DataError]:
-        """``text.response``, or what ``text.full`` adds to the prompt."""
+        """Return ``text.response``, or the part of ``text.full`` after the prompt."""
         responses = self._column(td, "response")
         if responses is not None:
             return responses.tolist()
@@ -263,7 +263,7 @@ class TokensMode(_TokenCarrier):
         return {"tokens": RaggedSpec({"full": torch.int64}, shape=(size,))}
 
     def reset(self, out: TensorDictBase, chats: Sequence[Chat | None]) -> None:
-        """Encode the conversations, generation prompt included."""
+        """Encode the conversations, including the generation prompt."""
         self._reset_ids(out, chats)
 
     def step(self, td: TensorDictBase, out: TensorDictBase, stepped: list[bool] | None) -> None:
@@ -274,7 +274,7 @@ class TokensMode(_TokenCarrier):
         self._step_chats(td, out, stepped)
 
     def responses(self, td: TensorDictBase) -> list[str | DataError]:
-        """The decoded ids of each response."""
+        """Decode the ids of each response."""
         rows = read_rows(td, ("tokens", "response"), None)
         if rows is None:
             full, prompts = (

@@ -1,8 +1,8 @@
 """A replay buffer for rows of text and ragged tokens.
 
-TorchRL's buffer with four differences: inverse transforms get the rows themselves and not a clone
-(cloning cost more than the transforms), a storage that would lose text is rejected, stored rows
-have their own memory, and state is saved through :mod:`torchrl_llm.data.wire`.
+There are four differences to TorchRL's buffer. Inverse transforms get the rows themselves and not a
+clone (cloning cost more than the transforms). A storage that would lose text is rejected. Stored
+rows have their own memory. The state is saved through :mod:`torchrl_llm.data.wire`.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ class ReplayBuffer(_ReplayBuffer):
     """Stores rows, one per turn or one per joined trajectory.
 
     Inverse transforms (:class:`~torchrl_llm.objectives.MCAdvantage`, :class:`JoinTurns`, ...) run
-    when rows are written, **last appended first**, as in TorchRL. Transforms of this package add
-    keys to rows and never change existing values; other transforms get a shallow copy, as in
-    TorchRL's buffer.
+    when rows are written. As in TorchRL, **the transform appended last runs first**. Transforms of
+    this package add keys to rows and never change existing values. Other transforms get a shallow
+    copy, as in TorchRL's buffer.
 
     Args:
-        storage: ``LazyStackStorage`` without limit by default. A tensor storage accepts dense rows
-            without text; other rows are rejected when they are written.
+        storage: by default a ``LazyStackStorage`` without limit. A tensor storage accepts only
+            dense rows without text, and rejects other rows when they are written.
         **kwargs: as in :class:`torchrl.data.ReplayBuffer`: ``sampler``, ``writer``, ``transform``,
             ``batch_size``, ``prefetch``, ``generator``, ...
 
     ``extend`` takes a lazy stack of rows, a rollout ``[B, T]`` (which it splits), a list of rows or
-    :class:`~torchrl_llm.data.wire.PackedRows`, and returns the written indices; none if the rows
-    wait in a transform's queue.
+    :class:`~torchrl_llm.data.wire.PackedRows`, and returns the indices of the written rows. There
+    are none if the rows wait in a transform's queue.
 
     Example:
         >>> from torchrl_llm.data.ragged import ragged_rows, read_rows
@@ -59,7 +59,7 @@ class ReplayBuffer(_ReplayBuffer):
         super().__init__(storage=LazyStackStorage() if storage is None else storage, **kwargs)
 
     def _get_collate_fn(self, collate_fn: Any) -> None:
-        # A plain ListStorage returns lists, whose stack would have to be dense.
+        # A plain ListStorage returns lists, which could only be stacked if dense.
         if collate_fn is None and type(self._storage) is ListStorage:
             collate_fn = lazy_rows
         super()._get_collate_fn(collate_fn)
@@ -71,22 +71,22 @@ class ReplayBuffer(_ReplayBuffer):
 
         Args:
             data: rows in any of the forms named above.
-            update_priority: has no effect in TorchRL's buffer either; must be ``None``.
+            update_priority: must be ``None``; it also has no effect in TorchRL's buffer.
 
         Returns:
-            int64 ``[N]``: indices of the rows that were written, possibly none.
+            int64 ``[N]``: indices of the written rows, possibly none.
 
         Raises:
-            ConfigError: the storage cannot hold such rows.
+            ConfigError: the storage does not support such rows.
         """
         if update_priority is not None:
             raise ConfigError("update_priority has no effect in this buffer; leave it out")
         if not self.initialized:
             self._init()
-        # Transforms keep queues of trajectories, so one writer at a time runs them, too.
+        # Transforms have queues of trajectories, so only one writer at a time may run them.
         with self._replay_lock:
             rows = _as_rows(data)
-            if isinstance(self._storage, ListStorage):  # others hold rows of one shape only
+            if isinstance(self._storage, ListStorage):  # others contain rows of one shape only
                 rows = unpadded(rows)
             rows = self._through_transforms(rows)
             if not rows:
@@ -98,7 +98,7 @@ class ReplayBuffer(_ReplayBuffer):
             return self._extend(torch.stack(rows))
 
     def add(self, data: TensorDictBase) -> Tensor | int:
-        """Write one row; returns its index, or an empty tensor when it waits in a queue."""
+        """Write one row; return its index, or an empty tensor if it waits in a queue."""
         index = self.extend([data])
         return int(index[0]) if index.numel() == 1 else index
 
@@ -124,8 +124,8 @@ class ReplayBuffer(_ReplayBuffer):
         writing_only = all(getattr(t, "adds_keys_only", False) for t in self._transform.transforms)
         if not (plain and writing_only) or self._pin_memory:
             return super()._sample(batch_size)
-        # Transforms of written rows do nothing here, but TorchRL unlocks and locks every node of
-        # every row around them, which takes longer than everything else.
+        # Transforms of written rows do nothing in this call, but TorchRL would unlock and lock
+        # every node of every row, which would take longer than everything else.
         with self._replay_lock, self._write_lock:
             index, info = self._sampler.sample(self._storage, batch_size)
             data = self._storage.get(index)
@@ -144,7 +144,7 @@ class ReplayBuffer(_ReplayBuffer):
     # -- state ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Rows in wire form, sampler, writer, transforms (their queues included) and generator."""
+        """Return packed rows, sampler, writer, transforms (including queues) and generator."""
         if not self.initialized:
             self._init()
         if not isinstance(self._storage, ListStorage):
@@ -160,7 +160,7 @@ class ReplayBuffer(_ReplayBuffer):
             }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a :meth:`state_dict`; prefetched batches are dropped.
+        """Restore the state of :meth:`state_dict`; prefetched batches are dropped.
 
         Args:
             state_dict: state of a buffer with the same kinds of storage, sampler and transforms.
@@ -185,10 +185,10 @@ class ReplayBuffer(_ReplayBuffer):
                 self.set_rng(generator)
 
     def dumps(self, path: str | Path) -> None:
-        """Save the state into a folder; if this fails, an earlier state there is kept.
+        """Save the state into a folder; if this fails, an earlier state in it is kept.
 
         Args:
-            path: the folder; made if missing.
+            path: the folder; it is created if missing.
         """
         if not isinstance(self.storage, ListStorage):
             super().dumps(path)
@@ -200,7 +200,7 @@ class ReplayBuffer(_ReplayBuffer):
         os.replace(partial, folder / _STATE_FILE)
 
     def loads(self, path: str | Path) -> None:
-        """Load what :meth:`dumps` saved. The file is a pickle: load only what you trust."""
+        """Load the state that :meth:`dumps` saved. It is a pickle: load only trusted files."""
         if not isinstance(self.storage, ListStorage):
             super().loads(path)
             return
@@ -208,7 +208,7 @@ class ReplayBuffer(_ReplayBuffer):
 
 
 def _as_rows(data: Any) -> list[TensorDict]:
-    """Rows with a separate root, so that keys added here appear nowhere else."""
+    """Return rows with a separate root, so that new keys appear only in these rows."""
     if isinstance(data, PackedRows):
         return unpack_row_list(data)
     if isinstance(data, LazyStackedTensorDict) and data.batch_dims == 1:

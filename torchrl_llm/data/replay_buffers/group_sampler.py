@@ -1,7 +1,7 @@
 """Sampling of whole groups: several answers to each of several prompts.
 
-Sampled rows stay in the buffer, so answers of earlier steps can be trained on again next to new
-ones: RePO, "Replay-Enhanced Policy Optimization", arXiv:2506.09340.
+Sampled rows stay in the buffer, so answers of earlier steps can be trained again together with new
+answers: RePO, "Replay-Enhanced Policy Optimization", arXiv:2506.09340.
 """
 
 from __future__ import annotations
@@ -29,26 +29,29 @@ class PromptGroupSampler(Sampler):
     """Draws batches of balanced groups: the same number of rows of each of several prompts.
 
     The rows of a batch are ordered by group. Rows of different agents (``"agent"``) are in
-    different groups. A group with too few rows, or a buffer with too few groups, is completed by
-    drawing some again, with one warning.
+    different groups. If a group has too few rows, or the buffer too few groups, some are drawn
+    again, with one warning.
 
     Args:
-        num_groups: groups of a batch; the rows of each follow from the batch size.
-        samples_per_group: rows of each group; the number of groups follows. One of the two must be
-            given.
-        group_key: key that identifies the group of a row, integers or text; ``None`` for
-            ``"group_id"``, and ``"query"`` if a row has no ``"group_id"``. ``"query"`` puts answers
+        num_groups: number of groups of a batch; the batch size then determines the number of rows
+            per group.
+        samples_per_group: number of rows per group; the batch size then determines the number of
+            groups. Either this or ``num_groups`` must be given.
+        group_key: key that identifies the group of a row, with integers or text. ``None`` means
+            ``"group_id"``, or ``"query"`` if a row has no ``"group_id"``. ``"query"`` puts answers
             of several epochs into one group.
-        strategy: which rows of a group: ``"random"``; ``"recency"``, the last written;
-            ``"reward"``, the best; ``"variance"``, those whose rewards have the largest variance,
-            and among several such choices the highest rewards (RePO).
-        reward_key: the reward; per-token rewards of a row are added up. Rows whose reward is NaN or
-            infinite are never chosen by it.
-        cache_groups: read the keys of a row once, after it was written. ``False`` reads all rows at
-            every call, for buffers whose rows are changed in place.
+        strategy: which rows of a group are drawn. ``"random"``: random rows. ``"recency"``: the
+            last written rows. ``"reward"``: the rows with the highest rewards. ``"variance"``: the
+            rows whose rewards have the largest variance, and among several such choices the highest
+            rewards (RePO).
+        reward_key: key of the reward; per-token rewards of a row are added up. ``"reward"`` and
+            ``"variance"`` never choose rows whose reward is NaN or infinite.
+        cache_groups: read the keys of a row only once, after it was written. ``False`` reads all
+            rows at every call, for buffers whose rows are changed in place.
 
     Raises:
-        ConfigError: for impossible arguments, or a batch size that is not a multiple.
+        ConfigError: arguments are impossible, or the batch size is not a multiple of the given
+            number.
         DataError: a row lacks a key.
 
     Example:
@@ -85,18 +88,18 @@ class PromptGroupSampler(Sampler):
     def _empty(self) -> None:
         self._keys: list[Hashable] = []
         self._rewards: list[float] = []
-        # When each row was written, counted in rows.
+        # The time when each row was written, counted in rows.
         self._written: list[int] = []
         self._clock = 0
         self._unread: set[int] = set()
         self._groups: dict[Hashable, Tensor] = {}
 
     def add(self, index: int) -> None:
-        """A row was written."""
+        """Record that a row was written."""
         self.extend(torch.tensor([index]))
 
     def extend(self, index: Tensor) -> None:
-        """Rows were written."""
+        """Record that rows were written."""
         for position in torch.as_tensor(index).reshape(-1).tolist():
             self._grow(position + 1)
             self._written[position] = self._clock
@@ -104,7 +107,7 @@ class PromptGroupSampler(Sampler):
             self._unread.add(position)
 
     def mark_update(self, index: int | Tensor, *, storage: Storage | None = None) -> None:
-        """Rows were changed in place; their keys are read again."""
+        """Record that rows were changed in place, so that their keys are read again."""
         self._unread.update(torch.as_tensor(index).reshape(-1).tolist())
 
     def _grow(self, size: int) -> None:
@@ -118,11 +121,12 @@ class PromptGroupSampler(Sampler):
     # -- sampling ---------------------------------------------------------------------------------
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Tensor, dict]:
-        """Indices of a batch.
+        """Draw the indices of a batch.
 
         Args:
             storage: storage of the buffer.
-            batch_size: a multiple of ``num_groups`` or ``samples_per_group``, whichever was given.
+            batch_size: a multiple of ``num_groups`` or ``samples_per_group`` (the one that was
+                given).
 
         Returns:
             int64 ``[batch_size]``, group after group, and an empty dictionary.
@@ -198,7 +202,7 @@ class PromptGroupSampler(Sampler):
         return positions[order[:count]]
 
     def _random(self, number: int, count: int) -> list[int]:
-        """``count`` of ``number``, each at most once if possible."""
+        """Draw ``count`` of ``number``, each at most once if possible."""
         chosen = torch.randperm(number, generator=self._rng)[:count]
         if number < count:
             if not self._warned:
@@ -214,11 +218,11 @@ class PromptGroupSampler(Sampler):
     # -- state ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """When each row was written; everything else is read from the rows."""
+        """Return when each row was written; all other data are read from the rows."""
         return {"written": list(self._written), "clock": self._clock}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a :meth:`state_dict`."""
+        """Restore the state of :meth:`state_dict`."""
         self._empty()
         self._grow(len(state_dict["written"]))
         self._written, self._clock = list(state_dict["written"]), state_dict["clock"]
@@ -229,12 +233,12 @@ class PromptGroupSampler(Sampler):
         torch.save(self.state_dict(), Path(path) / _STATE_FILE)
 
     def loads(self, path: str | Path) -> None:
-        """Load what :meth:`dumps` saved."""
+        """Load the state that :meth:`dumps` saved."""
         self.load_state_dict(torch.load(Path(path) / _STATE_FILE, weights_only=True))
 
 
 def _widest(falling: Tensor, count: int) -> Tensor:
-    """The ``count`` of descending rewards with the largest variance: some from each end.
+    """Choose ``count`` of descending rewards with the largest variance: some from each end.
 
     A subset with the largest variance always consists of the highest and lowest rewards: moving a
     member away from the mean of the others never lowers the variance.
@@ -247,6 +251,6 @@ def _widest(falling: Tensor, count: int) -> Tensor:
         ]
     )
     variance = falling[ends].var(1, correction=0)
-    # Among equal variances, the last choice takes the most from the top.
+    # Among choices of equal variance, the last one takes the most from the top.
     widest = variance >= variance.amax() - 1e-12 * falling.square().amax()
     return ends[int(widest.nonzero()[-1])]

@@ -1,17 +1,18 @@
-"""Transforms that hold rows until their group is complete: credit, selection of the best, ...
+"""Base of transforms that hold rows until their group is complete, such as advantages.
 
-:class:`GroupTransform` holds the queues: it collects rows into trajectories and trajectories into
-groups, handles invalid and incomplete ones, counts, and has a state that resumes exactly. Its
+:class:`GroupTransform` has the queues. It collects rows into trajectories and trajectories into
+groups, handles invalid and incomplete groups, counts, and has a state that resumes exactly. Its
 subclasses define the processing of a complete group.
 
-A **selector** chooses the trajectories of a group that take part: any function from trajectories to
-one flag each. The others enter no statistic, are not written, and are counted as filtered; a group
-with fewer than two left is not written at all. Every advantage estimator takes selectors::
+A **selector** chooses the trajectories of a group that take part. It is any function from
+trajectories to one flag each. The other trajectories are not in any statistic, are not written, and
+are counted as filtered. A group with fewer than two remaining trajectories is not written. Every
+advantage estimator accepts selectors::
 
     MCAdvantage(8, selectors=[drop_truncated])
 
-``keep_zero_variance`` and ``keep_return_bounds`` of the estimators that compare returns filter
-whole groups.
+Estimators that compare returns also have ``keep_zero_variance`` and ``keep_return_bounds``, which
+filter whole groups.
 """
 
 from __future__ import annotations
@@ -57,11 +58,11 @@ _COUNTS = (
 
 
 Selector = Callable[[Sequence[Trajectory]], Sequence[bool]]
-"""One flag for each trajectory of a group: whether it takes part."""
+"""Function from the trajectories of a group to one flag each: whether it takes part."""
 
 
 def drop_truncated(group: Sequence[Trajectory]) -> list[bool]:
-    """Leave out episodes that were truncated, or cut to fit into training.
+    """Select episodes that were neither truncated nor cut to fit into training.
 
     Args:
         group: trajectories of one group.
@@ -79,7 +80,7 @@ def drop_truncated(group: Sequence[Trajectory]) -> list[bool]:
 
 
 def drop_incomplete(group: Sequence[Trajectory]) -> list[bool]:
-    """Leave out trajectories with a response that was cut by its length limit.
+    """Select trajectories without a response that was cut by its length limit.
 
     Args:
         group: trajectories of one group.
@@ -108,31 +109,31 @@ class GroupTransform(Transform):
 
     Rows wait until their trajectory is done and their group is full. An episode that continues in a
     second row after a fork counts once. A trajectory with an invalid reward (``reward_valid``
-    false, NaN, infinite) counts for the size of its group, but takes no part: its rows are not
-    written. A group with fewer than two valid trajectories is dropped if groups have two or more.
-    The same holds for trajectories that a selector leaves out.
+    false, NaN, infinite) counts for the size of its group, but does not take part: its rows are not
+    written. The same is true for trajectories that a selector excludes. If the group size is two or
+    more, a group with fewer than two remaining trajectories is dropped.
 
     Args:
         group_size: size of a group; 1 if the estimator needs no group.
-        prompt_key: key that identifies the group of a row; ``None`` for ``"group_id"``, which
-            :class:`~torchrl_llm.envs.transforms.DataLoadingPrimer` writes, and for rows without it
+        prompt_key: key that identifies the group of a row. ``None`` means ``"group_id"``, which
+            :class:`~torchrl_llm.envs.transforms.DataLoadingPrimer` writes; for rows without it,
             :attr:`fallback_key`, with one warning. Rows of different agents (``"agent"``) are in
             different groups.
-        rewards_key: rewards, ``[1, 1]`` per row, or ``[R, 1]`` aligned with the response's tokens.
-        done_key: key of the flag that the trajectory ends with this row.
-        selectors: which valid trajectories of a full group take part;
-            all by default.
-        max_queued_groups: most groups that wait; beyond this the oldest is dropped and counted as
-            unfilled, with one warning.
+        rewards_key: key of the rewards, ``[1, 1]`` per row, or ``[R, 1]`` aligned with the
+            response's tokens.
+        done_key: key of the flag that this row ends its trajectory.
+        selectors: choose which valid trajectories of a full group take part; all by default.
+        max_queued_groups: most waiting groups. If there are more, the oldest group is dropped and
+            counted as unfilled, with one warning.
         verbose: log every call.
 
     Attributes:
         whole_groups: whether each write contains all trajectories of its groups, so that incomplete
-            groups are dropped and do not wait. This is the case if episodes start together and not
-            every player acts.
+            groups are dropped instead of waiting. Set it if episodes start together and not every
+            player acts.
 
     Raises:
-        ConfigError: for sizes below 1.
+        ConfigError: a size is below 1.
     """
 
     whole_groups: bool = False
@@ -181,8 +182,8 @@ class GroupTransform(Transform):
                 one).
 
         Returns:
-            The rows of each group, with the keys that this transform adds; ``None`` filters the
-            whole group out.
+            The rows of each group, with the keys that this transform adds, or ``None`` to filter
+            out the whole group.
         """
 
     def select(self, group: list[Trajectory]) -> list[Trajectory]:
@@ -192,7 +193,7 @@ class GroupTransform(Transform):
             group: its valid trajectories.
 
         Returns:
-            The selected ones, possibly none.
+            The selected trajectories, possibly none.
         """
         for selector in self.selectors:
             flags = selector(group)
@@ -200,7 +201,7 @@ class GroupTransform(Transform):
         return group
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Sampled rows pass through."""
+        """Return sampled rows unchanged."""
         return tensordict
 
     def _inv_call(self, tensordict: TensorDictBase | None) -> LazyStackedTensorDict | None:
@@ -227,11 +228,11 @@ class GroupTransform(Transform):
         return lazy_rows(ready) if ready else None
 
     def _arrived(self, key: Hashable, trajectory: Trajectory) -> list[Trajectory] | None:
-        """Queue a trajectory; returns its group once that is full."""
+        """Queue a trajectory; return its group if that is now full."""
         return self._groups.push(key, trajectory)
 
     def _batches(self, groups: list[list[Trajectory]]) -> Iterator[list[list[Trajectory]]]:
-        """Batches of groups to complete together, from the groups that this write has filled."""
+        """Return batches of groups to complete together, from the groups that this write filled."""
         if groups:
             yield groups
 
@@ -270,7 +271,7 @@ class GroupTransform(Transform):
         return self.fallback_key, group_value(value)
 
     def _admitted(self, group: list[Trajectory]) -> list[list[Trajectory]]:
-        """The selected part of a full group: a list of one group, or an empty list."""
+        """Return the selected part of a full group: a list of one group, or an empty list."""
         self._counts["completed_groups"] += 1
         least = min(2, self.group_size)
         valid = [trajectory for trajectory in group if trajectory.valid]
@@ -307,15 +308,15 @@ class GroupTransform(Transform):
             logger.warning(f"{type(self).__name__}: {message}")
 
     def waiting(self) -> Iterator[Trajectory]:
-        """Finished trajectories whose group is not full, for inspection or to mark them invalid."""
+        """Return finished trajectories whose group is not full, to inspect or invalidate them."""
         return (t for group in self._groups.groups.values() for t in group)
 
     def unfinished(self) -> Iterator[TensorDict]:
-        """Rows of unfinished trajectories, for the same purposes."""
+        """Return the rows of unfinished trajectories, for the same purposes."""
         return (row for held in self._trajectories.open.values() for row in held)
 
     def held(self) -> Iterator[TensorDict]:
-        """All waiting rows: for the end of their trajectory, for their group, or for others."""
+        """Return all rows that wait for their trajectory, their group, or other groups."""
         yield from self.unfinished()
         yield from (row for trajectory in self.waiting() for row in trajectory.rows)
 
@@ -340,7 +341,7 @@ class GroupTransform(Transform):
     def clear_queues(self) -> int:
         """Drop and count incomplete groups and unfinished trajectories.
 
-        Call this at the end of an epoch: its incomplete groups will never fill.
+        Call this at the end of an epoch, because its incomplete groups will never fill.
 
         Returns:
             Number of dropped groups.
@@ -354,7 +355,7 @@ class GroupTransform(Transform):
         return len(keys)
 
     def get_stats(self) -> dict[str, int]:
-        """Counts since the start or :meth:`reset_stats`, and sizes of the queues now.
+        """Return counts since the start or :meth:`reset_stats`, and current sizes of the queues.
 
         Returns:
             ``completed_trajectories``, of these ``invalid_trajectories``; ``completed_groups``, of
@@ -377,7 +378,7 @@ class GroupTransform(Transform):
         self._counts = dict.fromkeys(_COUNTS, 0)
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Queues in wire form, and counts."""
+        """Return the queues, with packed rows, and the counts."""
         return {
             "trajectories": self._trajectories.state_dict(),
             "groups": self._groups.state_dict(),
@@ -385,7 +386,7 @@ class GroupTransform(Transform):
         }
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Continue from a :meth:`get_extra_state`."""
+        """Restore the state of :meth:`get_extra_state`."""
         self._trajectories.load_state_dict(state["trajectories"])
         self._groups.load_state_dict(state["groups"])
         self._counts = dict(state["counts"])

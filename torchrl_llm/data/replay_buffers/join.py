@@ -1,7 +1,7 @@
-"""Join the turns of a trajectory into one row, so that each sampled token is trained once.
+"""Joins the turns of a trajectory into one row, so that each sampled token is trained once.
 
-A turn's row holds the whole conversation up to that turn: without joining, the tokens of the first
-of three turns would be trained three times, and three rows would be scored instead of one.
+A turn's row contains the whole conversation up to that turn. Without joining, the tokens of the
+first of three turns would be trained three times, and three rows would be scored instead of one.
 
 Shape legend: ``T`` tokens of the joined row, ``P`` its prompt, ``R = T - P`` its response.
 """
@@ -37,33 +37,34 @@ from torchrl_llm.data.token_facts import FACTS, TokenFact
 
 
 class JoinTurns(Transform):
-    """Inverse transform of a replay buffer: the turns of one trajectory become one row.
+    """Inverse transform of a replay buffer that joins the turns of a trajectory into one row.
 
     Rows wait until their trajectory is done (identified by ``traj_id``; see
     :class:`~torchrl_llm.data.replay_buffers.trajectory_queues.TrajectoryQueue`). A turn is joined
-    to an earlier one when its prompt begins with that turn's ids, token for token, and it was
-    sampled at the same temperature. If it extends the last turn of no row (a template rewrote the
-    history, a program branched), the trajectory gets a further row, whose whole prompt is marked as
-    prompt: sampled tokens in it are trained in the row in which they were sampled.
+    to an earlier turn if its prompt begins with exactly the ids of that turn, and both were sampled
+    at the same temperature. If a turn does not extend the last turn of any row (because a template
+    rewrote the history, or a program branched), the trajectory gets a further row. The whole prompt
+    of that row is marked as prompt, because the sampled tokens in it are trained in the row in
+    which they were sampled.
 
-    The joined row has the first turn's prompt; everything after it is the response, including tool
-    results and template text; ``trace`` tells them apart. At each response, log-probs, masks,
-    trace, kept ids and the other per-token facts whose ``join`` is ``"turns"``
+    The joined row has the first turn's prompt. Everything after the prompt is the response,
+    including tool results and template text; ``trace`` distinguishes them. For each response,
+    log-probs, masks, trace, kept ids and the other per-token facts whose ``join`` is ``"turns"``
     (:class:`~torchrl_llm.data.token_facts.TokenFact`) come from the turn that sampled it. The
     reward is the sum of the turns' rewards (``[1, 1]``, or ``[R, 1]`` if they are per token). The
-    parts of the reward are summed, too: floats with the name of the reward and a suffix
-    (``reward_right``, ``reward_seconds``), value and seconds of each ``("next", "rewards", name)``,
-    which is valid if it is valid in all turns, and ``"cut_tokens"``. An existing advantage is kept
-    if the turns agree, otherwise spread over the tokens, ``[T, 1]``. Everything else is the last
-    turn's. ``"num_turns"``, int64, is the number of turns in a row.
+    transform also sums the parts of the reward: floats with the name of the reward and a suffix
+    (``reward_right``, ``reward_seconds``), value and seconds of each ``("next", "rewards", name)``
+    (valid if valid in all turns), and ``"cut_tokens"``. An existing advantage is kept if all turns
+    have the same one; otherwise it becomes one value per token, ``[T, 1]``. All other values are
+    those of the last turn. ``"num_turns"``, int64, is the number of turns in a row.
 
     Args:
         done_key: key of the flag that the trajectory ends with this row.
-        reward_key: the reward that is summed.
-        advantage_key: the advantage that is spread.
+        reward_key: key of the reward to sum.
+        advantage_key: key of the advantage.
 
-    In a buffer the transform appended last runs first, so ``JoinTurns`` comes after
-    ``MCAdvantage``; in the other order a trajectory still counts once, but its turns have separate
+    In a buffer, the transform appended last runs first. So append ``JoinTurns`` after
+    ``MCAdvantage``. In the other order, a trajectory still counts once, but its turns have separate
     advantages if rewards are not summed.
 
     Example:
@@ -189,15 +190,15 @@ class JoinTurns(Transform):
     # -- the queue --------------------------------------------------------------------------------
 
     def get_stats(self) -> dict[str, int]:
-        """Numbers of trajectories, turns, rows and forks so far, and of waiting trajectories."""
+        """Return the numbers of trajectories, turns, rows, forks, and waiting trajectories."""
         return {**self.stats, "open_trajectories": len(self.queue)}
 
     def clear_queues(self) -> int:
-        """Drop unfinished trajectories; returns the number of dropped rows."""
+        """Drop unfinished trajectories, and return the number of dropped rows."""
         return len(self.queue.clear())
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Waiting rows and counts."""
+        """Return waiting rows and counts."""
         return {"queue": self.queue.state_dict(), "stats": dict(self.stats)}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
@@ -207,13 +208,13 @@ class JoinTurns(Transform):
 
 
 def _span(turn: TensorDict) -> tuple[int, int]:
-    """Start and end of a turn's response in ``tokens.full``."""
+    """Return start and end of a turn's response in ``tokens.full``."""
     end = turn.get(("tokens", "full")).shape[0]
     return end - turn.get(("tokens", "response")).shape[0], end
 
 
 def _conversations(turns: list[TensorDict]) -> list[list[TensorDict]]:
-    """The turns of a trajectory, and those of each child whose rows are in it."""
+    """Return the turns of a trajectory, and the turns of each child whose rows are in it."""
     by_child: dict[int, list[TensorDict]] = {}
     for turn in turns:
         child = leaf(turn, ("child_id",))
@@ -222,9 +223,9 @@ def _conversations(turns: list[TensorDict]) -> list[list[TensorDict]]:
 
 
 def _chains(turns: list[TensorDict]) -> list[list[TensorDict]]:
-    """Chains of turns: each prompt extends the last row of the newest chain that it can extend.
+    """Build chains of turns: each prompt extends the newest chain that it can extend.
 
-    Conversations of one trajectory may alternate: of sub-agents, or of parallel calls.
+    Several conversations of one trajectory (of sub-agents or parallel calls) may alternate.
     """
     chains: list[list[TensorDict]] = []
     for turn in turns:
@@ -251,7 +252,7 @@ def _extends(before: TensorDict, turn: TensorDict) -> bool:
 
 
 def _overlay(columns: Sequence[Tensor | None], spans: list[tuple[int, int]]) -> Tensor | None:
-    """The last turn's column, with each turn's own values at its response."""
+    """Return the last turn's column, with each turn's own values at its response."""
     if any(column is None for column in columns):
         return None
     column = columns[-1].clone()
@@ -261,7 +262,7 @@ def _overlay(columns: Sequence[Tensor | None], spans: list[tuple[int, int]]) -> 
 
 
 def _first_prompts(first: TensorDict, facts: Sequence[TokenFact]) -> dict[tuple[str, str], Tensor]:
-    """The columns of the first turn's prompt, if it has them."""
+    """Return the columns of the first turn's prompt, if it has them."""
     keys = [(fact.key[0], "prompt") for fact in facts if fact.key[1] == "full"]
     found = [(key, leaf(first, key)) for key in keys]
     return {key: column for key, column in found if column is not None}
@@ -270,7 +271,7 @@ def _first_prompts(first: TensorDict, facts: Sequence[TokenFact]) -> dict[tuple[
 def _responses(
     last: TensorDict, changed: dict[tuple[str, ...], Tensor], facts: Sequence[TokenFact], start: int
 ) -> dict[tuple[str, str], Tensor]:
-    """The responses of facts that have them, slices of the joined columns."""
+    """Return the responses of facts that have them, as slices of the joined columns."""
     keys = [fact.key for fact in facts if fact.parts]
     wholes = [(key, changed[key] if key in changed else leaf(last, key)) for key in keys]
     return {(key[0], "response"): full[start:] for key, full in wholes if full is not None}
@@ -283,7 +284,8 @@ def _joined_support(
     if all(leaf(turn, ("support", "counts")) is None for turn in turns):
         return None
     own = [
-        # A turn without the node was sampled from the whole vocabulary, or its flag excludes it.
+        # A turn without the node was sampled from the whole vocabulary, or its flag excludes the
+        # row.
         Support.whole(end)
         if leaf(turn, ("support", "counts")) is None
         else Support(*(leaf(turn, ("support", name)) for name in Support._fields))
@@ -312,7 +314,7 @@ def _forget_prompt(columns: dict[tuple[str, ...], Any], start: int) -> None:
 
 
 def _rest(prompt: Any, whole: Any) -> Any:
-    """The part of ``whole`` after ``prompt``: messages of a History, characters of a text."""
+    """Return the part of ``whole`` after ``prompt``: messages of a History or characters."""
     if isinstance(prompt, NonTensorData):
         if isinstance(prompt.data, str) and whole.data.startswith(prompt.data):
             return cell(whole.data[len(prompt.data) :])
@@ -366,7 +368,7 @@ def _sum_parts(turns: list[TensorDict], reward: tuple[str, ...]) -> dict[tuple[s
 
 
 def _broken(flags: Sequence[Tensor]) -> int:
-    """The first turn with a failure flag, otherwise the last."""
+    """Return the first turn with a failure flag, or else the last turn."""
     return next((at for at, flag in enumerate(flags) if not flag.all()), len(flags) - 1)
 
 

@@ -51,22 +51,22 @@ class _Host:
 class RayReplayBuffer:
     """A :class:`~torchrl_llm.data.replay_buffers.ReplayBuffer` in a Ray actor.
 
-    It can be pickled, and copies refer to the same buffer: pass it to several
+    The buffer can be pickled, and copies refer to the same buffer. Pass it to several
     :class:`~torchrl_llm.collectors.RayLLMCollector` as their ``replay_buffer``, and sample from it
-    in the training process. Rows travel in wire form. Groups whose conversations come from
-    different collectors are completed in the actor, because the credit transform runs there too.
+    in the training process. Rows are sent as packed rows. Transforms also run in the actor, so a
+    group may contain conversations from different collectors.
 
     Args:
         replay_buffer_cls: class of the buffer in the actor.
-        ray_init_config: arguments of ``ray.init``, if Ray does not run yet.
+        ray_init_config: arguments of ``ray.init``, which is called if Ray is not running yet.
         remote_config: resources and limits of the actor, fields of ``ActorOptions``.
-        timeout_s: most seconds that a call may take.
+        timeout_s: most seconds of a call.
         **options: arguments of the buffer: ``storage``, ``sampler``, ``batch_size``, ...;
             ``transform_factory`` makes the transform in the actor, or a list of transforms, which
             are appended in order (the last one runs first).
 
     Raises:
-        ConfigError: for arguments that the buffer rejects.
+        ConfigError: the buffer rejects an argument.
         MissingExtraError: Ray is not installed.
         ResourceError: Ray is not running, or has too few resources.
         WorkerError: the actor did not start or answer in time, or died.
@@ -97,17 +97,17 @@ class RayReplayBuffer:
         self.batch_size: int | None = options.get("batch_size")
 
     def extend(self, data: Any, *, update_priority: bool | None = None) -> Tensor:
-        """Write rows, through the transforms in the actor; see :meth:`ReplayBuffer.extend`."""
+        """Write rows through the transforms in the actor; see :meth:`ReplayBuffer.extend`."""
         packed = data if isinstance(data, PackedRows) else pack_rows(_rows(data))
         return self._remote.call("buffer.extend", packed, update_priority=update_priority)
 
     def add(self, data: TensorDictBase) -> Tensor | int:
-        """Write one row; returns its index, or an empty tensor when it waits in a queue."""
+        """Write one row; return its index, or an empty tensor if it waits in a queue."""
         index = self.extend([data])
         return int(index[0]) if index.numel() == 1 else index
 
     def sample(self, batch_size: int | None = None) -> LazyStackedTensorDict:
-        """Rows drawn by the sampler in the actor.
+        """Return rows drawn by the sampler in the actor.
 
         Args:
             batch_size: number of rows; the buffer's batch size by default.
@@ -118,7 +118,7 @@ class RayReplayBuffer:
         return _unpacked(self._remote.call("sample", batch_size))
 
     def __iter__(self) -> Iterator[LazyStackedTensorDict]:
-        """Endless batches, drawn by the sampler in the actor."""
+        """Yield batches without end, drawn by the sampler in the actor."""
         if self.batch_size is None:
             raise ConfigError("give the buffer a batch_size to iterate over it")
         while True:
@@ -138,15 +138,15 @@ class RayReplayBuffer:
         self._remote.call("buffer.empty")
 
     def transform_stats(self) -> dict[str, dict[str, Any]]:
-        """Counts of the transforms, by class name."""
+        """Return the counts of the transforms, by class name."""
         return self._remote.call("stats")
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the buffer in the actor, including the queues of its transforms."""
+        """Return the buffer's state in the actor, including the queues of its transforms."""
         return self._remote.call("buffer.state_dict")
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a :meth:`state_dict`."""
+        """Restore the state of :meth:`state_dict`."""
         self._remote.call("buffer.load_state_dict", state_dict)
 
     def shutdown(self) -> None:

@@ -1,17 +1,17 @@
 """Attention of packed rows inside a Hugging Face model, and the check that a model can be packed.
 
-The attention implementation decides how it learns about the rows:
+How attention keeps the rows apart depends on its implementation:
 
 - ``sdpa``: transformers passes a four-dimensional mask to ``scaled_dot_product_attention``
   unchanged. :class:`RowMask` is such a mask, but it stores only the blocks, like torch's own
-  ``CausalBias``. When it arrives as ``attn_mask``, the blocks are attended one by one. If
-  :func:`has_row_kernel` is true and no prompt is shared, one kernel attends all rows.
+  ``CausalBias``. When it is passed as ``attn_mask``, attention runs block by block. If
+  :func:`has_row_kernel` is true and no prompt is shared, one kernel runs all rows.
 - ``eager``: the same mask, materialized.
-- ``flex_attention``: a ``BlockMask`` that skips positions that no row sees.
-- flash attention: the end of each row. Its rows cannot share a prompt.
+- ``flex_attention``: a ``BlockMask`` that skips positions that no row attends to.
+- flash attention: receives the end of each row. The rows cannot share a prompt.
 
 The model and transformers are not changed, and gradient checkpointing keeps these arguments with
-the others. :func:`why_not_packed` detects models that mix tokens by other operations than attention
+the others. :func:`why_not_packed` detects models that mix tokens by operations other than attention
 (convolutions, recurrences) or use the mask in a different way.
 """
 
@@ -34,12 +34,13 @@ from torchrl_llm.modules.backends import head as heads
 _KERNELS = ("sdpa", "eager", "flex_attention")
 _PLAIN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 _WINDOWS = ("sliding_window", "attention_chunk_size")
-# Operations on a mask before attention; all others would need its entries.
+# Operations that models apply to a mask before attention; any other operation would need the
+# entries of the mask.
 _HARMLESS = {"__get__", "dim", "size", "numel", "is_floating_point", "__repr__"}
 
 
 class RowMask(Tensor):
-    """The mask of a stream of blocks, bool ``[1, 1, S, S]``, one byte in memory.
+    """The mask of a stream of blocks, bool ``[1, 1, S, S]``, which occupies one byte of memory.
 
     Every use except as ``attn_mask`` of ``scaled_dot_product_attention`` raises ``TypeError``.
 
@@ -112,7 +113,7 @@ def _attend(
 
 
 def compute_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """Type that attention computes in: autocast's type if autocast is enabled.
+    """Return the dtype that attention computes in: autocast's dtype if autocast is enabled.
 
     Args:
         device: device of the model.
@@ -123,7 +124,7 @@ def compute_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
 
 
 def has_row_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether torch has one kernel for rows of all lengths: 16-bit types on an Nvidia GPU.
+    """Return whether torch has one kernel for rows of all lengths (16 bits, on an Nvidia GPU).
 
     Args:
         device: device of the model.
@@ -200,7 +201,7 @@ def _flex_mask(blocks: Sequence[AttentionBlock], device: torch.device) -> Any:
         own = (begin[query] <= key) & (key <= query)
         return own | ((first[query] <= key) & (key < last[query]))
 
-    # Without compilation, a mask of all pairs exists before it is cut into tiles.
+    # Without compilation, torch builds the mask of all pairs before it is cut into tiles.
     compiled = device.type != "cpu"
     return create_block_mask(
         seen, None, None, starts[-1], starts[-1], device=device, _compile=compiled
@@ -208,7 +209,7 @@ def _flex_mask(blocks: Sequence[AttentionBlock], device: torch.device) -> Any:
 
 
 def row_mask(model: nn.Module, blocks: Sequence[AttentionBlock], device: torch.device) -> Tensor:
-    """The mask of a stream in the form that a model needs.
+    """Return the mask of a stream in the form that a model needs.
 
     Args:
         model: a causal model whose attention is ``sdpa`` or ``eager``.
@@ -227,13 +228,14 @@ def row_mask(model: nn.Module, blocks: Sequence[AttentionBlock], device: torch.d
 
 
 def longest_plain_row(model: nn.Module) -> float:
-    """Most tokens of a row for which attention is plainly causal in all layers.
+    """Return the longest row for which attention is plainly causal in all layers.
 
     Args:
         model: a causal model.
 
     Returns:
-        The smallest window of sliding or chunked attention; infinite without one.
+        The smallest window of sliding or chunked attention, in tokens; infinite if there is no
+        window.
     """
     config = heads.causal_model(model).config.get_text_config(decoder=True)
     return min(getattr(config, name, None) or math.inf for name in _WINDOWS)
@@ -262,7 +264,7 @@ def check_rows_apart(model: nn.Module) -> None:
 
 
 def tolerance(rounding: float) -> float:
-    """Largest accepted relative error; with 16 bits, rounding can flip a choice of experts.
+    """Return the largest accepted relative error; 16-bit rounding can flip a choice of experts.
 
     Args:
         rounding: value from :func:`~torchrl_llm.modules.backends.head.evaluating`.
@@ -271,10 +273,10 @@ def tolerance(rounding: float) -> float:
 
 
 def why_not_packed(model: nn.Module, run: nn.Module) -> str | None:
-    """Why rows cannot be scored in one stream; ``None`` when they can.
+    """Return why rows cannot be scored in one stream; ``None`` if they can.
 
-    Checks the configuration, then runs two short rows packed and padded. It runs them packed once
-    more with different tokens in the first row, which must not affect the second.
+    The function checks the configuration, then runs two short rows packed and padded. It runs them
+    packed once more with different tokens in the first row, which must not affect the second row.
 
     Args:
         model: a causal model, in PEFT or not.
@@ -320,10 +322,10 @@ def why_not_packed(model: nn.Module, run: nn.Module) -> str | None:
 
 
 def _stream_limit(model: nn.Module) -> str | None:
-    """Why a stream of short rows may not be longer than the context.
+    """Return why a stream of short rows may not be longer than the context.
 
-    Runs a copy on the meta device, so that a long context costs nothing and other threads can use
-    the model.
+    The test runs a copy on the meta device, so that a long context costs nothing and other threads
+    can use the model.
     """
     config = copy.deepcopy(heads.causal_model(model).config)
     context = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
@@ -338,7 +340,7 @@ def _stream_limit(model: nn.Module) -> str | None:
                 apart = stream_arguments(model, [AttentionBlock(rows, context)], ids.device)
                 twin(input_ids=ids, position_ids=ids, use_cache=False, **apart)
         except (AssertionError, AttributeError, TypeError, ValueError, RuntimeError) as error:
-            # A failure on one row too does not come from the length.
+            # If one row fails too, the length is not the cause.
             return None if rows == 1 else str(error)
     return None
 

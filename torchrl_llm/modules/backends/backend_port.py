@@ -28,25 +28,25 @@ from torchrl_llm.weights.weight_source import WeightReceipt, WeightSource
 @checked
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """All sampling settings, explicit; nothing comes from a model's generation config.
+    """All sampling settings. Each is explicit; none comes from a model's generation config.
 
     Args:
         max_new_tokens: most tokens a response may have, at least 1.
-        temperature: divides the logits; 0 decodes greedily.
+        temperature: number that divides the logits; 0 decodes greedily.
         top_p: keep the smallest set of tokens whose probability reaches this; 1.0 keeps all.
         top_k: keep the most probable tokens; 0 keeps all.
         min_p: drop tokens less probable than this times the most probable; 0.0 keeps all.
         repetition_penalty: divides positive and multiplies negative logits of tokens that already
             occur in prompt or response (arXiv:1909.05858); 1.0 is off.
-        stop: strings that end a response. All sampled tokens are kept, including those of the
+        stop: strings that end a response. All sampled tokens are kept, including the tokens of the
             string.
         stop_token_ids: ids that end a response, in addition to the model's own.
         num_samples: responses per prompt.
         seed: seed of this call's own generator; ``None`` samples from torch's global generator.
         ignore_eos: only ``stop``, ``stop_token_ids`` and the length end a response.
         record_support: record the ids that top-k, top-p and min-p kept for each sampled token, so
-            that a loss can score on them. Each id costs 4 bytes; a high top-p keeps many. A GPU
-            waits for them at each step.
+            that a loss can score on these ids. Each id costs 4 bytes; a high top-p keeps many ids.
+            On a GPU, recording waits for the device at each step.
         native: arguments specific to this backend, see ``Backend.native_arguments``.
 
     Raises:
@@ -86,7 +86,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether decoding takes the most probable token instead of a draw."""
+        """Whether decoding takes the most probable token instead of drawing one."""
         return self.temperature == 0
 
     @property
@@ -96,13 +96,13 @@ class SamplingParams:
 
     @property
     def truncates_support(self) -> bool:
-        """Whether the record does not suffice to reproduce the sampled distribution."""
+        """Whether the sampled distribution cannot be rebuilt from the recorded values."""
         changed = self.repetition_penalty != 1 or bool(self.native)
         return not self.greedy and (changed or (self._cuts and not self.record_support))
 
     @property
     def keeps_ids(self) -> bool:
-        """Whether to record kept ids: the support is cut and ``record_support`` is set."""
+        """Whether to record kept ids: sampling drops ids, and ``record_support`` is set."""
         return self.record_support and not self.greedy and self._cuts
 
     @property
@@ -111,9 +111,9 @@ class SamplingParams:
 
 
 Cancelled = Sequence[Callable[[], bool]]
-"""One function per response that returns whether the response is cancelled; or an empty sequence.
+"""One function per response, which returns whether it is cancelled; or an empty sequence.
 
-Any thread may call it. Once it has returned ``True``, it must keep returning ``True``."""
+Any thread may call a function. After it has returned ``True``, it must always return ``True``."""
 
 
 class EngineStatus(NamedTuple):
@@ -121,8 +121,10 @@ class EngineStatus(NamedTuple):
 
     Attributes:
         cache_usage: share of its key-value cache in use, 0 to 1; ``None`` if unknown.
-        steps: increases while it works, also within one long request; 0 if unknown.
-        broken: why it cannot answer requests and must be restarted; ``None`` if it can.
+        steps: a number that increases while the backend works, also within one long request; 0 if
+            unknown.
+        broken: the reason why the backend cannot answer requests and must be restarted; ``None`` if
+            it can answer.
     """
 
     cache_usage: float | None = None
@@ -140,13 +142,13 @@ class Backend(TokenScorer):
     """Names that ``SamplingParams.native`` may contain."""
 
     records_support: bool = False
-    """Whether it supports ``SamplingParams.record_support``."""
+    """Whether the backend supports ``SamplingParams.record_support``."""
 
     num_copies: int = 1
-    """Number of copies of the weights; each copy opens the source of an update once."""
+    """Number of copies of the weights. Each copy opens the source of an update once."""
 
     counts_versions: bool = False
-    """Whether its weights may change while it samples; completions then carry the versions."""
+    """Whether weights may change during sampling; completions then carry versions."""
 
     begins_to_count: bool = False
     """Whether ``counts_versions`` becomes true with the first update of its weights."""
@@ -172,37 +174,37 @@ class Backend(TokenScorer):
         return None
 
     def status(self) -> EngineStatus:
-        """Current state; must return while other threads sample."""
+        """Return the current state, also while other threads sample."""
         return EngineStatus()
 
     def exclusive(self) -> AbstractContextManager[Any]:
-        """A context in which other threads neither sample nor score; a null context by default."""
+        """Return a context in which no other thread samples or scores; empty by default."""
         return nullcontext()
 
     def when_awake(self, action: Callable[[], Any]) -> None:
-        """Run an action that samples or scores: now, or as soon as a sleeping engine wakes.
+        """Run an action that samples or scores, now or as soon as a sleeping engine wakes.
 
         Args:
-            action: is called without arguments. If several wait, only the last one runs.
+            action: function without arguments. If several actions wait, only the last one runs.
         """
         action()
 
     def check_updates(self) -> None:
-        """Raise early if :meth:`update_weights` would reject every source.
+        """Raise an error early if :meth:`update_weights` would reject every source.
 
         Raises:
             ConfigError: the weights of this backend cannot be replaced.
         """
 
     def abort(self) -> None:
-        """End all running responses now; callers get the tokens so far.
+        """End all running responses now; their callers get the tokens so far.
 
-        Does nothing if the backend cannot abort: its calls end by themselves.
+        A backend that cannot abort does nothing, and its calls end as usual.
         """
         return
 
     def update_weights(self, source: WeightSource, *, version: int) -> list[WeightReceipt]:
-        """Load new weights, drop caches of the old ones, and report what arrived.
+        """Load new weights, drop caches of the old ones, and return receipts.
 
         Args:
             source: source of the weights.
@@ -213,7 +215,7 @@ class Backend(TokenScorer):
 
         Raises:
             ConfigError: this backend receives its weights in a different way.
-            WeightUpdateError: the weights did not arrive, or arrived changed; the old ones stay.
+            WeightUpdateError: the weights did not arrive, or arrived changed; the old weights stay.
         """
         raise ConfigError(f"{type(self).__name__} cannot load weights from a source")
 
@@ -229,7 +231,7 @@ class Backend(TokenScorer):
             ``B`` lists of ``S`` completions.
 
         Raises:
-            DataError: for an empty prompt, or one that is not int64 ``[T]``.
+            DataError: for an empty prompt, or a prompt that is not int64 ``[T]``.
             TokenizerError: for ids outside the vocabulary.
             OverlongError: for a prompt that leaves no room for one token.
         """
@@ -239,11 +241,12 @@ class Backend(TokenScorer):
     ) -> list[list[Completion]]:
         """:meth:`generate` whose prompts can be cancelled one by one during sampling.
 
-        The responses to a cancelled prompt end at the next step or a few later, with
-        ``FinishReason.ABORT`` and the tokens so far. With a seed, cancellation does not change the
-        ids of the others.
+        The responses to a cancelled prompt end at the next step or a few steps later, with
+        ``FinishReason.ABORT`` and the tokens so far. With a seed, cancelling a prompt does not
+        change the ids of the other responses.
 
-        This default samples all responses to their ends; backends that can cancel override it.
+        This default implementation samples all responses to their ends. Backends that can cancel
+        override it.
 
         Args:
             prompts: see :meth:`generate`.
@@ -253,13 +256,13 @@ class Backend(TokenScorer):
         return self.generate(prompts, params)
 
     def logits(self, sequences: Sequence[Tensor]) -> Tensor:
-        """Logits after every token, padded on the right, ``[B, T, V]``; for inspection only.
+        """Return the logits after every token, padded on the right, ``[B, T, V]``; for inspection.
 
         Args:
             sequences: ``B`` int64 tensors ``[T_b]``.
 
         Raises:
-            ConfigError: when the model's logits are not available.
+            ConfigError: the model's logits are not available.
         """
         raise ConfigError(f"{type(self).__name__} gives no access to its logits")
 
@@ -277,7 +280,7 @@ class Backend(TokenScorer):
                 )
 
     def check_ids(self, sequences: Sequence[Tensor]) -> None:
-        """Raise for anything but a row of ids of the vocabulary.
+        """Check that a row contains only ids of the vocabulary.
 
         Raises:
             DataError: for a type or shape other than int64 ``[T]``.
@@ -299,10 +302,10 @@ class Backend(TokenScorer):
                 )
 
     def check_scoring(self, sequences: Sequence[Tensor], select: Sequence[Tensor]) -> None:
-        """Raise for invalid arguments of :meth:`token_scores`.
+        """Check the arguments of :meth:`token_scores`.
 
         Raises:
-            DataError: for an empty row, a mask with a different shape than its row, or a selected
+            DataError: for an empty row, a mask whose shape differs from its row, or a selected
                 first token.
             TokenizerError: for ids outside the vocabulary.
         """

@@ -1,4 +1,4 @@
-"""Plain decoder: a causal model with a growing cache, for every model.
+"""Plain decoder for every causal model, with a growing cache.
 
 The fast alternative is :class:`~torchrl_llm.modules.backends.static_decoder.StaticDecoder`.
 
@@ -24,7 +24,7 @@ from torchrl_llm.modules.backends.head import causal_model, evaluating
 _MOST_ROOM = 64
 # Prompts for testing a model, the first ones with padding.
 _RAGGED, _EQUAL = ([1, 2, 3, 4, 5], [6, 7]), ([1, 2, 3, 4, 5], [6, 7, 3, 2, 1])
-# Some errors in a state carried from step to step appear late.
+# Some errors in the state between steps appear only after several steps.
 _STEPS = 8
 _FAILURES = (AssertionError, LookupError, AttributeError, RuntimeError, TypeError, ValueError)
 
@@ -72,7 +72,7 @@ class CausalDecoder:
         self.next_positions = lengths.to(device)
 
     def prefill(self, owners: Tensor) -> Tensor:
-        """Read the prompts once; ``owners`` gives the prompt of each row, logits are ``[B, V]``."""
+        """Read each prompt once; ``owners``: prompt of each row. Returns logits ``[B, V]``."""
         if self.mask is None:
             positions = torch.arange(self.held, device=self._ids.device).expand_as(self._ids)
         else:
@@ -96,21 +96,23 @@ class CausalDecoder:
 
     def keep(self, rows: Tensor) -> None:
         """Keep only these rows, int64 indices into the current batch."""
-        # Selects every state of every layer; batch_select_indices only handles keys and values.
+        # This selects every state of every layer; batch_select_indices only handles keys and
+        # values.
         self.cache.reorder_cache(rows)
         self.next_positions = self.next_positions[rows]
         if self.mask is not None:
             self.mask = self.mask[rows]
 
     def in_context(self, positions: Tensor) -> Tensor:
-        """Positions within the context; full rows have ended but may stay in the batch."""
+        """Limit positions to the context: full rows have ended, but may stay in the batch."""
         if self._last_position is None:
             return positions
         return positions.clamp_max(self._last_position)
 
     def forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
-        """Logits ``[B, V]`` after the last of the ids ``[B, T]``, which are added to the cache."""
-        # Always by keyword: the second positional argument is not the mask in every model.
+        """Add ids ``[B, T]`` to the cache; return the logits ``[B, V]`` after the last ones."""
+        # Arguments are passed by keyword, because the second positional argument is not the mask in
+        # every model.
         wanted = {"position_ids": positions, "logits_to_keep": 1}
         extra = {name: value for name, value in wanted.items() if name in self.takes}
         output = self.model(
@@ -122,7 +124,7 @@ class CausalDecoder:
 class BlockLayer(DynamicLayer):
     """A full-attention layer whose tensors have room for further tokens.
 
-    transformers' own layer concatenates, which copies the whole cache at each token.
+    The layer of transformers concatenates, which copies the whole cache at each token.
     """
 
     def __init__(self, room: int) -> None:
@@ -154,7 +156,7 @@ class BlockLayer(DynamicLayer):
         return new
 
     def get_seq_length(self) -> int:
-        """Number of tokens in the layer, less than the size of the tensors."""
+        """Return the number of tokens in the layer; the tensors may be larger."""
         return self._length
 
 
@@ -163,11 +165,12 @@ def _with_length(states: Tensor, length: int) -> torch.Size:
 
 
 def make_cache(model: Any, max_new_tokens: int) -> DynamicCache:
-    """An empty cache for a model; sliding-window and recurrent layers keep transformers' classes.
+    """Create a model's empty cache; sliding and recurrent layers keep transformers' classes.
 
     Args:
         model: a transformers causal language model.
-        max_new_tokens: number of tokens after the first ones; some of them get room at once.
+        max_new_tokens: number of tokens after the first ones; memory for some of them is reserved
+            together.
     """
     room = min(max_new_tokens, _MOST_ROOM)
     config = model.config.get_text_config(decoder=True)
@@ -183,8 +186,8 @@ def make_cache(model: Any, max_new_tokens: int) -> DynamicCache:
 def takes_ragged_prompts(model: nn.Module, takes: frozenset[str]) -> bool:
     """Test once whether rows sampled together have the same logits as each row alone.
 
-    Reads two prompts of different length, continues one of them as two rows, and removes rows; then
-    the same with two prompts of equal length, which need no padding.
+    The test reads two prompts of different length, continues one of them as two rows, and removes
+    rows. It then repeats this with two prompts of equal length, which need no padding.
 
     Args:
         model: a causal model, in PEFT or not.

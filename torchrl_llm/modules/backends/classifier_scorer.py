@@ -1,6 +1,6 @@
-"""A sequence classifier with one output as a scorer: one number per state, thus per row.
+"""Scorer over a sequence classifier with one output: one number per state.
 
-It lays out rows like :class:`~torchrl_llm.modules.backends.token_scorer.CausalScorer`. Next:
+Rows are laid out as in :class:`~torchrl_llm.modules.backends.token_scorer.CausalScorer`.
 :func:`torchrl_llm.data.scoring.last_values` reads the score of whole rows.
 """
 
@@ -18,7 +18,7 @@ from torchrl_llm.modules.backends.token_scorer import CausalScorer
 
 
 class ClassifierScorer(CausalScorer):
-    """Returns the values of states under the head of a classifier, and nothing else.
+    """Computes the values of states with the head of a classifier, and no other scores.
 
     Args:
         model: a Hugging Face ``...ForSequenceClassification`` over a causal body, with
@@ -26,7 +26,7 @@ class ClassifierScorer(CausalScorer):
         layout: see ``CausalScorer``.
 
     Attributes:
-        pad_id: the id by which the model finds the end of a row.
+        pad_id: the padding id, by which the model finds the end of a row.
 
     Raises:
         ConfigError: an unsupported head, or a classifier that uses its body in a different way.
@@ -64,7 +64,7 @@ class ClassifierScorer(CausalScorer):
         entropy: bool = False,
         extras: ScoreExtras | None = None,
     ) -> TokenScores:
-        """The values of the states before the selected tokens.
+        """Return the values of the states before the selected tokens.
 
         Args:
             stream: the rows, on the model's device.
@@ -89,7 +89,7 @@ class ClassifierScorer(CausalScorer):
             return self.head(states.to(weight.dtype)).squeeze(-1).float()
 
     def _verify(self) -> None:
-        """Check that the model scores a row by the state of its last token, whatever follows."""
+        """Check that the model scores a row by its last token's state, whatever follows it."""
         causal = heads.causal_model(self.model)
         size = causal.get_input_embeddings().weight.shape[0]
         ids = [id for id in range(1, min(size, 8)) if id != self.pad_id][:5]

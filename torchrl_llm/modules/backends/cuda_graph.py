@@ -1,6 +1,6 @@
 """CUDA graph of a function of tensors at fixed addresses.
 
-Replaying a graph costs one launch; the function itself launches each kernel from Python.
+Replaying a graph costs one launch. Without a graph, Python launches each kernel.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _RECORDING = threading.Lock()
 
 
 class GraphRecorder:
-    """Records functions as CUDA graphs; one thread and one active graph at a time.
+    """Records functions as CUDA graphs, for one thread and one active graph at a time.
 
     During a recording (some 20 ms), no other thread may wait for the whole device
     (``torch.cuda.synchronize``). At its start (some 0.1 ms), no other thread may draw from the
-    device's own generator (dropout). Both are errors in that thread.
+    device's own generator (dropout). Both raise an error in the other thread.
 
     Args:
         device: a CUDA device with an index.
@@ -42,12 +42,12 @@ class GraphRecorder:
         """Run a function once, record it, and return a function that replays it.
 
         Args:
-            step: runs on tensors at fixed addresses, gives the same result if it runs twice, and
-                neither waits for the device nor draws random numbers.
+            step: function on tensors at fixed addresses. It must return the same result if it runs
+                twice, and must neither wait for the device nor draw random numbers.
 
         Returns:
-            A function that replays on the current stream. Each call overwrites and returns the same
-            tensor.
+            A function that replays the graph on the current stream. Each call overwrites and
+            returns the same tensor.
 
         Raises:
             RuntimeError: when CUDA cannot record the function; the device stays usable.
@@ -68,8 +68,8 @@ class GraphRecorder:
         return replay
 
     def _record(self, step: Step) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        # Unlike torch.cuda.graph, which empties the allocator's cache first and leaves its stream
-        # current after an error.
+        # torch.cuda.graph is not used, because it empties the allocator's cache first and keeps its
+        # stream current after an error.
         graph = torch.cuda.CUDAGraph()
         with _RECORDING, torch.cuda.stream(self._stream):
             try:
@@ -82,9 +82,9 @@ class GraphRecorder:
         return graph, result
 
     def _begin(self, graph: torch.cuda.CUDAGraph) -> None:
-        # A recording takes over the state of the device's generator: draws of other threads would
-        # fail during it, and all draws would fail after a failed recording. So it gets a generator
-        # of its own.
+        # A recording takes over the state of the device's generator. Draws of other threads would
+        # fail during the recording, and all draws would fail after a failed recording. So the
+        # recording gets its own generator.
         generator = torch.cuda.default_generators[self._device.index]
         state = generator.graphsafe_get_state()
         generator.graphsafe_set_state(torch.Generator(self._device))
@@ -94,10 +94,10 @@ class GraphRecorder:
             generator.graphsafe_set_state(state)
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
-        # Ends the recording of a failed function; raises if CUDA has already ended it.
+        # End the recording of a failed function; this raises an error if CUDA has already ended it.
         with suppress(RuntimeError):
             graph.capture_end()
-        # Otherwise the allocator assumes that the recording continues and frees no memory; raises
-        # if the line above has done it.
+        # Without this call, the allocator assumes that the recording continues and frees no memory.
+        # The call raises an error if the line above has already done it.
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(self._device.index, self._pool)

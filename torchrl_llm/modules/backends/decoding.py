@@ -1,7 +1,7 @@
-"""Decoding loop: draw, record the log-prob, feed back, until every row has ended.
+"""Decoding loop: draw a token, record its log-prob, feed it back, until every row has ended.
 
-It keeps the logits of the last step only, lets finished rows leave the batch, and finds the finish
-reason of a row from its last id and its length. A :class:`Decoder` produces the logits.
+The loop keeps only the logits of the last step, and removes finished rows from the batch. The last
+id and the length of a row determine its finish reason. A :class:`Decoder` produces the logits.
 
 Shape legend: ``B`` rows at the start, ``b`` rows still decoded, ``V`` vocabulary, ``R`` tokens.
 """
@@ -21,9 +21,9 @@ from torchrl_llm.functional import kept_ids, take_support
 from torchrl_llm.modules.backends.backend_port import Cancelled, Completion, SamplingParams
 from torchrl_llm.modules.backends.sampling import draw, penalize_repetition, sampling_log_probs
 
-# A smaller batch must be worth copying the caches of the rows that stay.
+# A smaller batch must save more than copying the caches of the remaining rows costs.
 _COMPACT_BELOW = 0.75
-# On a GPU, the check whether all rows have ended waits for the device; on the CPU it is free.
+# On a GPU, checking whether all rows have ended waits for the device. On the CPU the check is free.
 _GPU_SYNC_EVERY = 8
 
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
@@ -57,14 +57,14 @@ class StopStrings:
             )
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
-        # Each token holds at least one byte of text; four more cover a split character.
+        # Each token contains at least one byte of text. Four more bytes cover a split character.
         self._window = max((len(s.encode()) for s in self._stop), default=0) + 4
 
     def __bool__(self) -> bool:
         return bool(self._stop)
 
     def ended(self, ids_bR: Tensor) -> Tensor:
-        """Whether the last token of each row completed a stop string.
+        """Return whether the last token of each row completed a stop string.
 
         Args:
             ids_bR: int64 ``[b, R]``, sampled ids so far.
@@ -89,7 +89,7 @@ class _Context:
         ).to(device)
         self._penalty = penalty
         self._seen = torch.zeros(logits_BV.shape, dtype=torch.bool, device=device)
-        for row, prompt in enumerate(prompts):  # not from the padded ids: pads do not count as seen
+        for row, prompt in enumerate(prompts):  # pads do not count as seen
             self._seen[row, prompt.to(device)] = True
 
     def process(self, logits_BV: Tensor, processors: Sequence[LogitsProcessor]) -> Tensor:
@@ -122,8 +122,8 @@ def decode(
 ) -> list[Completion]:
     """Decode every row to its end, or until it is cancelled.
 
-    A cancelled row stays in the batch, unused, while other rows run: a different batch size would
-    change the last bits of their log-probs.
+    A cancelled row stays in the batch, unused, while other rows run, because a different batch size
+    would change the last bits of their log-probs.
 
     Args:
         decoder: a decoder that has read the prompts.
@@ -133,10 +133,10 @@ def decode(
         max_tokens: int64 ``[B]`` on the CPU, most tokens of each row, at least 1.
         end_ids: ids that end a row.
         stop_strings: strings that end a row.
-        processors: take ids ``[b, T]`` and logits ``[b, V]`` and return logits.
-        pad_id: padding before shorter prompts in the ids that processors get.
-        cancelled: one function per prompt, which returns whether its rows are cancelled; or empty.
-            On a GPU it is called every eighth step.
+        processors: functions from ids ``[b, T]`` and logits ``[b, V]`` to logits.
+        pad_id: padding before shorter prompts in the ids for processors.
+        cancelled: one function per prompt, which returns whether its rows are cancelled; or an
+            empty sequence. On a GPU it is called every eighth step.
 
     Returns:
         ``B`` completions.
@@ -221,7 +221,7 @@ class _KeptIds:
         self._parts.append(tuple(part.cpu() for part in parts))
 
     def split(self, lengths: Sequence[int]) -> list[Support]:
-        """The supports of the first ``lengths[row]`` tokens of each row."""
+        """Return the supports of the first ``lengths[row]`` tokens of each row."""
         if not self._parts:
             return [Support.whole(length) for length in lengths]
         rows, steps, all_ids, all_counts = (
@@ -247,7 +247,7 @@ def _completions(
     cuts: Tensor,
     kept: _KeptIds | None,
 ) -> list[Completion]:
-    """Cut each row after its first end or at its cancellation; later steps are discarded."""
+    """Cut each row after its first end or at its cancellation, and discard later steps."""
     is_end = torch.isin(ids_BR, ends)
     never = ids_BR.shape[1] + 1
     id_ends = torch.where(is_end.any(1), is_end.int().argmax(1) + 1, never)

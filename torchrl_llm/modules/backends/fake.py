@@ -1,7 +1,7 @@
 """Fake backend: scripted answers, or draws from a tiny bigram model.
 
-Its log-probs come from a real distribution (the bigram model), so sampling and scoring agree
-exactly, and a loss on it has gradients. For tests, examples and dry runs.
+The log-probs come from a real distribution (the bigram model), so sampling and scoring agree
+exactly, and a loss has gradients. The backend is for tests, examples and dry runs.
 
 Shape legend: ``B`` rows, ``V`` vocabulary, ``H`` hidden size, ``N`` scored positions.
 """
@@ -27,7 +27,7 @@ _HIDDEN = 8
 
 
 class BigramModel(nn.Module):
-    """Logits of the next token from the last token alone, by a low-rank table.
+    """Computes the logits of the next token from the last token alone, with a low-rank table.
 
     Args:
         vocab_size: number of ids.
@@ -42,7 +42,7 @@ class BigramModel(nn.Module):
         self.head = nn.Parameter(torch.randn(vocab_size, _HIDDEN, generator=generator) * 0.5)
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        """Logits ``[..., V]`` after each id, int64 ``[...]``."""
+        """Return the logits ``[..., V]`` after each id, int64 ``[...]``."""
         return self.embedding[token_ids] @ self.head.T
 
 
@@ -51,7 +51,7 @@ class Answer:
     """One scripted response.
 
     Args:
-        content: text, which needs a tokenizer, or token ids.
+        content: text (which requires a tokenizer), or token ids.
         finish_reason: ``STOP`` appends the end-of-sequence id if it is missing; ``LENGTH`` and
             ``ABORT`` change nothing.
     """
@@ -68,9 +68,9 @@ class FakeBackend(LocalBackend):
     """Answers by script, by rule, or by sampling from a :class:`BigramModel`.
 
     Args:
-        answers: ``None`` samples; a string or an :class:`Answer` is the answer to every prompt; a
-            list of them is used in order, and from the start again after its end; a callable gets
-            the prompt (text with a tokenizer, else a list of ids) and returns an answer.
+        answers: ``None`` samples. A string or an :class:`Answer` is the answer to every prompt. A
+            list of answers is used in order, and starts again after its end. A callable gets the
+            prompt (text with a tokenizer, else a list of ids) and returns an answer.
         tokenizer: encodes answers and decodes prompts; required if either is text.
         vocab_size: number of ids; by default the tokenizer's.
         eos_token_ids: ids that end a response; by default the tokenizer's.
@@ -147,7 +147,7 @@ class FakeBackend(LocalBackend):
         whole = torch.cat([prompt[-1:], response])
         select = torch.arange(len(whole)) > 0
         scores = self.token_scores([whole], [select], temperature=params.scoring_temperature)
-        # A scripted answer does not come from a truncated distribution: each id was possible.
+        # The distribution of a scripted answer is not truncated, so each id was possible.
         support = Support.whole(len(response)) if params.record_support else None
         return Completion(response, scores.log_probs, reason, support)
 

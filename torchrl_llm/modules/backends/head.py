@@ -1,9 +1,9 @@
 """Heads on the hidden states of a causal model: the language-model head in chunks, and a critic.
 
-A model's own forward runs body, head, factor and soft-cap, and returns ``[B, T, V]`` logits. This
-module finds body and head once, reads the factors from the configuration, and checks the result on
-three tokens against the model's own logits. It rejects a model that does something else; the
-message names the option for using the model's own logits.
+The forward of a model runs its body and head, applies a factor and a soft-cap, and returns ``[B, T,
+V]`` logits. This module finds body and head once, reads the factors from the configuration, and
+compares its result with the model's own logits on three tokens. It rejects a model whose logits
+differ; the error names the option for using the model's own logits.
 :class:`~torchrl_llm.modules.backends.token_scorer.CausalScorer` runs body and head; the arithmetic
 is :mod:`torchrl_llm.functional.chunked_head`.
 
@@ -31,7 +31,7 @@ from torchrl_llm.functional.logit_form import LogitForm
 _MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 _DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
 _CAPS = ("final_logit_softcapping", "output_logit_soft_cap", "logits_soft_cap")
-# HyperCLOVA X multiplies by the field by which Granite divides.
+# HyperCLOVA X multiplies by the field that Granite uses as divisor.
 _MULTIPLIES_BY_DIVISOR = ("hyperclovax", "hyperclovax_vision_v2")
 _UNKNOWN = re.compile(r"^(final_|output_|lm_head_)?logits?_|^lm_head_")
 _NOT_LOGITS = ("logit_scale_init_value", "lm_head_bias", "logits_to_keep")
@@ -44,16 +44,16 @@ _TRIED: dict[tuple[Any, ...], Any] = {}
 _Result = TypeVar("_Result")
 
 GROUPED = "torchrl_llm_grouped"
-"""Name of ``sdpa`` for one token per row; configurations have it during a sampling step."""
+"""Name of the ``sdpa`` variant for one token per row, used during a sampling step."""
 
 
 def causal_model(model: nn.Module) -> nn.Module:
-    """The causal model itself, without a PEFT wrapper around it."""
+    """Return the causal model itself, without a PEFT wrapper around it."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def can_be_tried(model: nn.Module) -> bool:
-    """Whether a model can run now: its weights are loaded and not sharded.
+    """Return whether a model can run now: its weights are loaded and not sharded.
 
     Args:
         model: the model.
@@ -62,7 +62,7 @@ def can_be_tried(model: nn.Module) -> bool:
 
 
 def is_whole(weight: Tensor) -> bool:
-    """Whether a weight is complete: not sharded, and its storage is allocated.
+    """Return whether a weight is complete: not sharded, and its storage is allocated.
 
     Args:
         weight: weight of a model.
@@ -71,7 +71,7 @@ def is_whole(weight: Tensor) -> bool:
 
 
 def tried_once(trial: Callable[..., _Result], model: nn.Module, *arguments: Any) -> _Result:
-    """Run a trial once for all models of the same kind and return its result.
+    """Run a trial once for all models of the same kind, and return its result.
 
     Args:
         trial: a function of the model.
@@ -87,7 +87,7 @@ def tried_once(trial: Callable[..., _Result], model: nn.Module, *arguments: Any)
 
 
 def refuse_learned_prompts(model: nn.Module) -> None:
-    """Reject adapters that put trained states before every row.
+    """Reject adapters that insert trained states before every row.
 
     Args:
         model: a causal model, in PEFT or not.
@@ -104,7 +104,7 @@ def refuse_learned_prompts(model: nn.Module) -> None:
 
 
 def attention_name(model: nn.Module) -> str:
-    """A model's attention implementation, even while a thread samples with :data:`GROUPED`.
+    """Return a model's attention implementation, even while a thread samples with :data:`GROUPED`.
 
     Args:
         model: a causal model, in PEFT or not.
@@ -114,12 +114,12 @@ def attention_name(model: nn.Module) -> str:
 
 
 def uses_flash(model: nn.Module) -> bool:
-    """Whether a model uses flash attention, of any version and from any package."""
+    """Return whether a model uses flash attention, of any version and from any package."""
     return "flash" in attention_name(model)
 
 
 def check_kernel(model: nn.Module) -> None:
-    """Reject an attention whose kernel cannot run on the model's device or in the current mode.
+    """Reject an attention whose kernel cannot run on the model's device or in its current mode.
 
     Args:
         model: a causal model, in PEFT or not.
@@ -152,7 +152,7 @@ def check_kernel(model: nn.Module) -> None:
 
 
 def model_body(model: nn.Module) -> nn.Module:
-    """The part of a causal model that computes hidden states.
+    """Return the part of a causal model that computes hidden states.
 
     Args:
         model: a Hugging Face causal model, in PEFT or not.
@@ -162,7 +162,7 @@ def model_body(model: nn.Module) -> nn.Module:
     """
     causal = causal_model(model)
     body = getattr(causal, "base_model", causal)
-    if body is causal:  # Llama 4's text model is not where its class says
+    if body is causal:  # Llama 4's text model is not at the attribute that its class names
         body = getattr(causal, "model", causal)
     if body is causal:
         raise ConfigError(f"{type(causal).__name__} has no body apart from its head; {_ADVICE}")
@@ -170,10 +170,10 @@ def model_body(model: nn.Module) -> nn.Module:
 
 
 class LMHead:
-    """Scores hidden states against the head of one model.
+    """Computes log-probs from hidden states with the head of one model.
 
-    Holds only references: the weights belong to the model, and adapters are used in their state at
-    the call (enabled, disabled or merged).
+    It contains only references: the weights belong to the model. A call uses the adapters in their
+    current state (enabled, disabled or merged).
 
     Args:
         module: the output embedding: ``nn.Linear``, possibly wrapped by LoRA or PEFT's
@@ -182,7 +182,7 @@ class LMHead:
         softcap: cap of the scaled logits.
 
     Raises:
-        ConfigError: when the module is something else.
+        ConfigError: the module is of a different kind.
 
     Example:
         >>> head = LMHead(torch.nn.Linear(4, 7, bias=False))
@@ -200,15 +200,15 @@ class LMHead:
     def from_model(cls, model: nn.Module) -> LMHead:
         """Find the head of a Hugging Face causal model and check it against the model's logits.
 
-        The check runs three tokens through the model once, without dropout and gradients. It is
-        skipped while the weights are on the meta device or sharded.
+        The check runs three tokens through the model once, without dropout and gradients. If the
+        weights are on the meta device or sharded, the check is skipped.
 
         Args:
             model: the model, in PEFT or not.
 
         Raises:
-            ConfigError: for an unknown head, adapter or logit field, or when the result differs
-                from the model's own logits.
+            ConfigError: for an unknown head, adapter or logit field, or if the result differs from
+                the model's own logits.
         """
         refuse_learned_prompts(model)
         causal = causal_model(model)
@@ -242,9 +242,9 @@ class LMHead:
             temperature: a number, or float32 ``[N]``.
             entropy: also return the entropy of each distribution.
             support: score under the distributions restricted to these ids.
-            chunk_size: the most logits alive at once; chosen by device when ``None``.
-            in_place_head_grad: add the weight's gradient in place; skipped for a weight without
-                gradient, and with a support, whose gradient does not consist of tiles.
+            chunk_size: most logits in memory at the same time; ``None`` chooses by device.
+            in_place_head_grad: add the weight's gradient in place. This has no effect for a weight
+                without gradient, or with a support, whose gradient does not consist of tiles.
         """
         weight, form = self._parts(hidden_ND)
         settings = {
@@ -262,7 +262,7 @@ class LMHead:
         )
 
     def greedy_ids(self, hidden_ND: Tensor, chunk_size: int | None = None) -> Tensor:
-        """The most likely token after each state, int64 ``[N]``.
+        """Return the most likely token after each state, int64 ``[N]``.
 
         Args:
             hidden_ND: ``[N, D]``.
@@ -272,7 +272,7 @@ class LMHead:
         return F.chunked_greedy_ids(hidden_ND, weight, **form, chunk_size=chunk_size)
 
     def states(self, hidden_ND: Tensor) -> HeadStates:
-        """Detached hidden states with everything that turns them into distributions.
+        """Return detached hidden states, with all tensors that turn them into distributions.
 
         Args:
             hidden_ND: ``[N, D]``.
@@ -292,7 +292,7 @@ class LMHead:
         temperature: float | Tensor = 1.0,
         chunk_size: int | None = None,
     ) -> Tensor:
-        """Divergence from a teacher; see :func:`~torchrl_llm.functional.chunked_divergence`.
+        """Compute the divergence; see :func:`~torchrl_llm.functional.chunked_divergence`.
 
         If the teacher's embedding has more rows than the model's (padding that no tokenizer uses),
         the teacher's distribution is restricted to the model's ids.
@@ -301,14 +301,14 @@ class LMHead:
             hidden_ND: ``[N, D]``.
             teacher: the teacher's states for the same tokens.
             direction: ``"reverse"``, KL(model || teacher), or ``"forward"``, KL(teacher || model).
-            temperature: temperature of both: a number, or float32 ``[N]``.
-            chunk_size: the most logits of each model alive at once.
+            temperature: temperature of both distributions: a number, or float32 ``[N]``.
+            chunk_size: most logits of each model in memory at the same time.
 
         Returns:
             ``[N]``, nats.
 
         Raises:
-            ConfigError: when the teacher has fewer ids than the model.
+            ConfigError: the teacher has fewer ids than the model.
         """
         weight, form = self._parts(hidden_ND)
         size, device = weight.shape[0], hidden_ND.device
@@ -337,12 +337,12 @@ class LMHead:
         )
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """All logits ``[..., V]`` of hidden states ``[..., D]``, differentiable, not in chunks."""
+        """Return all logits ``[..., V]`` of states ``[..., D]``; differentiable, not in chunks."""
         logits = self.module(hidden)
         return self.form.squash(logits if self.form.scale == 1.0 else logits * self.form.scale)
 
     def _linear(self) -> tuple[nn.Linear, nn.Module | None]:
-        """The linear layer and the LoRA layer around it, if any."""
+        """Return the linear layer and the LoRA layer around it, if any."""
         module = self.module
         saved = getattr(module, "modules_to_save", None)
         if saved is not None:
@@ -358,7 +358,7 @@ class LMHead:
         return linear, lora
 
     def _parts(self, hidden_ND: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        """The current weight and other parts of logits; adapters may be switched between calls."""
+        """Return the current weight and the other terms; adapters may switch between calls."""
         linear, lora = self._linear()
         if isinstance(linear.weight, DTensor):
             raise ConfigError(
@@ -375,7 +375,7 @@ class LMHead:
 
 
 def _adapters(lora: Any, hidden_ND: Tensor) -> tuple[Tensor, Tensor] | None:
-    """``(u, B)``, where ``u @ B.T`` is the sum over the active adapters."""
+    """Return ``(u, B)``, where ``u @ B.T`` is the sum over the active adapters."""
     states, columns = [], []
     for name in lora.active_adapters:
         if name not in lora.lora_A:
@@ -392,7 +392,7 @@ def _adapters(lora: Any, hidden_ND: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def _logit_form(config: Any) -> LogitForm:
-    """Factor and cap of the logits, from a model's configuration."""
+    """Return factor and cap of the logits, from a model's configuration."""
     text = config.get_text_config(decoder=True)
     # Some families (MiniCPM3) compute their factor in a property, which to_dict does not show.
     known = {name: getattr(text, name, None) for name in (*_MULTIPLIERS, *_DIVISORS, *_CAPS)}
@@ -446,7 +446,7 @@ def sampling_mode(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[float]:
-    """A context to test a model: no dropout, no gradients, and flags restored on exit.
+    """Return a context to test a model: no dropout, no gradients, and flags restored on exit.
 
     Flash attention does not support float32, so a model with such weights runs under autocast.
 
@@ -486,19 +486,19 @@ class ValueHead(nn.Module):
     r"""The value of a state, :math:`V(s) = w^\top h(s) + b`, from the model's last hidden state.
 
     The state of a token is its prefix, so :math:`h` is the state that predicts the token. Weight
-    and bias start at zero, so the first values are 0 and noise does not drive the first update.
-    In a :class:`~torchrl_llm.modules.backends.TransformersBackend` (or a ``CausalScorer``), it is a
-    part of the scorer and of the policy: ``policy.value_head`` is in the policy's ``parameters()``
-    and ``state_dict()``. It is not in the model, so ``save_pretrained`` does not write it and
-    weight updates do not send it to a sampler. A run saves it as a separate part:
-    ``TrainingRun(parts={"value_head": policy.value_head, ...})``.
+    and bias start at zero, so the first values are 0, and random weights do not affect the first
+    update. In a :class:`~torchrl_llm.modules.backends.TransformersBackend` (or a ``CausalScorer``),
+    the head is a part of the scorer and of the policy: ``policy.value_head`` is in the policy's
+    ``parameters()`` and ``state_dict()``. The head is not in the model, so ``save_pretrained`` does
+    not write it, and weight updates do not send it to a sampler. A run saves the head as a separate
+    part: ``TrainingRun(parts={"value_head": policy.value_head, ...})``.
 
-    Values are float32, whatever type the model computes in, also under autocast.
+    Values are always float32, for every dtype of the model and under autocast.
 
     Args:
         hidden_size: ``D``.
-        detach: keep the gradient of the value loss out of the model's body.
-        device: where the weights are.
+        detach: whether to keep the gradient of the value loss out of the model's body.
+        device: device of the weights.
 
     Raises:
         ConfigError: for a size below 1.
@@ -525,14 +525,14 @@ class ValueHead(nn.Module):
 
     @classmethod
     def for_model(cls, model: nn.Module, *, detach: bool = False) -> ValueHead:
-        """A head for a Hugging Face causal model, on its device.
+        """Create a head for a Hugging Face causal model, on its device.
 
         Args:
             model: the model, in PEFT or not.
             detach: see the class.
 
         Raises:
-            ConfigError: when the model's configuration does not give the width of its states.
+            ConfigError: the model's configuration does not contain the width of its states.
 
         Example:
             >>> from torchrl_llm.modules import load_model
@@ -548,7 +548,7 @@ class ValueHead(nn.Module):
         return cls(size, detach=detach, device=next(model.parameters()).device)
 
     def forward(self, hidden_ND: Tensor) -> Tensor:
-        """Values ``[N]`` of the states ``[N, D]``, float32."""
+        """Return the values ``[N]`` of the states ``[N, D]``, float32."""
         hidden = hidden_ND.detach() if self.detach else hidden_ND
         with torch.autocast(hidden.device.type, enabled=False):
             return self.linear(hidden.to(self.linear.weight.dtype)).squeeze(-1)

@@ -2,13 +2,14 @@
 
 - ``padded``: one rectangle.
 - ``bucketed``: rows of similar length form rectangles; one call of the model for each.
-- ``packed``: more such rectangles, concatenated into one stream for one call; only attention
-  distinguishes the rows (:mod:`torchrl_llm.modules.backends.attention`).
-- ``shared``: packed, and a prompt that several rows share occurs once.
+- ``packed``: smaller rectangles, concatenated into one stream for one call of the model. Only
+  attention distinguishes the rows (:mod:`torchrl_llm.modules.backends.attention`).
+- ``shared``: packed, but a prompt that several rows share occurs only once.
 
-All four are a stream of blocks and differ in how it is cut and called. No layout runs tokens that
-no scored token depends on: rows without a scored token, and the tokens of a row from its last
-scored token on (the state before that token predicts it).
+Each layout is a stream of blocks. The layouts differ in how the stream is cut and how the model is
+called. No layout runs tokens that no scored token depends on. These are rows without a scored
+token, and the tokens of a row from its last scored token on (the state before that token predicts
+it).
 
 Shape legend: ``B`` rows, ``T_b`` tokens of row ``b``, ``L`` tokens of all rows, ``S`` tokens of the
 stream, ``N`` selected tokens.
@@ -28,8 +29,8 @@ from torchrl_llm.modules.backends.head import causal_model
 
 LAYOUTS = ("padded", "bucketed", "packed", "shared")
 
-# Seconds, forward and backward: a floating point operation, a layer's share of a call, a weight's
-# share of a call, attention of one more block in a layer. The CPU numbers were measured with
+# Seconds, for forward and backward together, of: a floating point operation; a call, per layer; a
+# call, per weight; attention of one more block in a layer. The CPU numbers were measured with
 # float32 on one thread. The GPU numbers are estimates for bfloat16 on an H100: 400 TFLOP/s, 80
 # launches of 6 us per layer, 12 bytes per weight and its gradient at 3 TB/s, 16 launches per block.
 # Only the ratios matter, and only for speed.
@@ -37,7 +38,7 @@ _SECONDS = {"cpu": (2e-11, 2e-3, 1.5e-9, 1.6e-4), "cuda": (2.5e-15, 5e-4, 4e-12,
 
 
 class Rows:
-    """Rows of token ids and a mask of the tokens to score.
+    """Rows of token ids, with a mask of the tokens to score.
 
     Args:
         sequences: ``B`` int64 tensors ``[T_b]``.
@@ -47,9 +48,11 @@ class Rows:
         ids: int64 ``[L]``, all rows end to end.
         starts: start of each row in ``ids``.
         row: int64 ``[N]``, the row of each selected token.
-        source: int64 ``[N]``, the position in its row of the token that predicts it.
+        source: int64 ``[N]``, the position of the token that predicts each selected token, in its
+            row.
         targets: int64 ``[N]``, the selected ids.
-        prompts: number of tokens before the first selected one, per row; 0 if none is selected.
+        prompts: number of tokens before the first selected token, per row; 0 if no token is
+            selected.
         lengths: number of tokens to run, per row.
 
     Raises:
@@ -80,7 +83,7 @@ class Rows:
 
     @cached_property
     def families(self) -> dict[bytes, list[int]]:
-        """Rows with a selected token, grouped by the ids of their prompt."""
+        """Return the rows with a selected token, grouped by the ids of their prompt."""
         ids, starts = self.ids.numpy(), self.starts.tolist()
         found: dict[bytes, list[int]] = {}
         for row, (start, size) in enumerate(zip(starts, self.prompts, strict=True)):
@@ -99,8 +102,8 @@ class RowStream(NamedTuple):
             tokens.
         targets: int64 ``[N]``, the selected ids.
         blocks: the blocks of the stream.
-        one_call: the model gets the whole stream in one call, with a mask of its rows; else each
-            block is a separate call.
+        one_call: whether the model gets the whole stream in one call, with a mask of its rows. If
+            not, each block is a separate call.
     """
 
     input_ids: Tensor
@@ -111,14 +114,14 @@ class RowStream(NamedTuple):
     one_call: bool
 
     def to(self, device: torch.device) -> RowStream:
-        """A copy on the given device."""
+        """Return a copy on the given device."""
         return RowStream(
             *(part.to(device, non_blocking=True) for part in self[:4]), self.blocks, self.one_call
         )
 
 
 class _Plan(NamedTuple):
-    """Blocks, and the rows of each as ``(row, first token, number of tokens)``."""
+    """Blocks, and the rows of each block as ``(row, first token, number of tokens)``."""
 
     blocks: list[AttentionBlock]
     members: list[list[tuple[int, int, int]]]
@@ -133,8 +136,8 @@ def lay_out(
         rows: the rows.
         allowed: layouts to choose from.
         costs: costs of the model, for the choice and the cuts.
-        one_kernel: layouts whose blocks are attended by one kernel, so that rows need no padding to
-            a common width.
+        one_kernel: layouts with one attention kernel for all blocks, so that rows need no padding
+            to a common width.
 
     Example:
         >>> rows = Rows([torch.tensor([5, 6, 7]), torch.tensor([5, 8])],
@@ -170,7 +173,7 @@ class ModelSize(NamedTuple):
 
     @classmethod
     def of(cls, model: nn.Module, body: nn.Module) -> ModelSize:
-        """Sizes of a Hugging Face causal model, in PEFT or not, and of its part that runs."""
+        """Read the sizes of a causal model, in PEFT or not, and of its part that runs."""
         config = causal_model(model).config.get_text_config(decoder=True)
         tables = [m for m in body.modules() if isinstance(m, nn.Embedding)]
         embedded = sum(p.numel() for table in tables for p in table.parameters())
@@ -178,11 +181,11 @@ class ModelSize(NamedTuple):
         return cls(weights, config.num_hidden_layers, config.hidden_size)
 
     def costs(self, device: torch.device) -> RowCosts:
-        """Estimated costs of a forward and backward, in seconds.
+        """Return the estimated costs of a forward and backward, in seconds.
 
-        A token costs six floating point operations per weight, and attention twelve per layer,
-        channel and pair. A call costs some time per layer, and reads and adds the gradient of every
-        weight.
+        A token costs six floating point operations per weight. Attention costs twelve operations
+        per layer, channel and pair. A call costs some time per layer, and reads and adds the
+        gradient of every weight.
 
         Args:
             device: of the model.
@@ -199,7 +202,7 @@ class ModelSize(NamedTuple):
 
 
 def _in_rectangles(rows: Rows, cut: float | None, costs: RowCosts) -> _Plan:
-    """All rows in one rectangle, or in several if each further one costs ``cut``."""
+    """Lay all rows out in one rectangle, or in several if each further one costs ``cut``."""
     running = _running(rows)
     return _rectangles(rows, [running] if cut is None else _buckets(rows, running, costs, cut=cut))
 
@@ -218,7 +221,7 @@ def _shared(rows: Rows, costs: RowCosts) -> _Plan:
         plan.blocks.append(AttentionBlock(len(bucket), max(sizes[k] for k in bucket)))
         plan.members.append([(families[k][0], 0, sizes[k]) for k in bucket])
         owners = {row: place for place, k in enumerate(bucket) for row in families[k]}
-        # The prompt alone predicts a response of one token.
+        # A response of one token is predicted by the prompt alone.
         rest = {
             row: rows.lengths[row] - rows.prompts[row]
             for row in owners

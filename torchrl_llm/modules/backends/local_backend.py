@@ -34,7 +34,7 @@ class LocalBackend(Backend):
     ) -> None:
         self.vocab_size, self.max_length = vocab_size, max_length
         self.eos_token_ids = tuple(eos_token_ids)
-        # Two threads must not switch a module between training and sampling at the same time.
+        # Two threads must not switch a module between training and sampling mode at the same time.
         self._lock = threading.RLock()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -67,16 +67,16 @@ class LocalBackend(Backend):
     def _sample(
         self, prompts: Sequence[Tensor], params: SamplingParams, cancelled: Cancelled
     ) -> list[Completion]:
-        """All samples of the first prompt, then those of the second, and so on."""
+        """Return all samples of the first prompt, then all samples of the second, and so on."""
 
     def _room(self, prompt: Tensor, params: SamplingParams) -> int:
-        """Most tokens of a response."""
+        """Return the most tokens of a response."""
         if self.max_length is None:
             return params.max_new_tokens
         return min(params.max_new_tokens, self.max_length - prompt.shape[0])
 
     def _ends(self, params: SamplingParams) -> tuple[int, ...]:
-        """Ids that end a response."""
+        """Return the ids that end a response."""
         return (*(() if params.ignore_eos else self.eos_token_ids), *params.stop_token_ids)
 
     def update_weights(self, source: WeightSource, *, version: int) -> list[WeightReceipt]:

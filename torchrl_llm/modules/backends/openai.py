@@ -1,10 +1,11 @@
 """Backend for a server with OpenAI's protocol, given by its URL.
 
 Requests and answers contain token ids. A server that encodes prompts again or returns only text is
-rejected. The backend is made for vLLM's own server; see :doc:`/howto/use_a_server` to start one.
+rejected. The backend is made for vLLM's own server. :doc:`/howto/use_a_server` shows how to start
+one.
 
-Next: :mod:`~torchrl_llm.modules.backends.openai_protocol` for requests and answers,
-:mod:`~torchrl_llm.modules.backends.server` for weight updates.
+:mod:`~torchrl_llm.modules.backends.openai_protocol` implements requests and answers,
+:mod:`~torchrl_llm.modules.backends.server` weight updates.
 """
 
 from __future__ import annotations
@@ -35,25 +36,25 @@ class OpenAIBackend(Backend):
     """Samples and scores with a server, one request per response.
 
     The backend draws the seed of each response from torch's generator. So a run can be repeated,
-    and a request that is retried after a broken connection gives the same response. Single prompts
-    cannot be cancelled: :meth:`generate_cancellable` is :meth:`generate`.
+    and a request that is retried after a broken connection returns the same response. Single
+    prompts cannot be cancelled: :meth:`generate_cancellable` is the same as :meth:`generate`.
 
     Args:
         url: ``http://host:port``, with or without ``/v1``.
         model: name of the model on the server; by default its only model.
-        tokenizer: gives ``vocab_size`` and ``eos_token_ids`` if they are omitted.
+        tokenizer: defines ``vocab_size`` and ``eos_token_ids`` if they are omitted.
         vocab_size: number of ids of the model.
         eos_token_ids: ids that end a response.
-        max_length: context in tokens; the server's by default.
+        max_length: context in tokens; the server's context by default.
         api_key: sent as a bearer token.
         timeout_s: most seconds for one request.
         start_timeout_s: seconds to wait for the server to start.
         max_retries: most retries of a rejected or interrupted request.
-        concurrency: most requests at once, of all threads together.
+        concurrency: most requests at the same time, of all threads together.
         on_failure: action after the last retry failed: ``"raise"``
             :class:`~torchrl_llm.errors.WorkerError`, or return an empty response with ``"abort"``.
-        on_other_prompt: action if the server read different ids than were sent: ``"raise"`` or
-            ``"warn"``.
+        on_other_prompt: action if the ids that the server read differ from the sent ids:
+            ``"raise"`` or ``"warn"``.
         in_flight: what happens to running requests when weights are updated, see
             :class:`~torchrl_llm.modules.backends.server.VLLMServer`.
         exchange_dir: folder shared by client and server, for sending weights; without one, the
@@ -114,8 +115,8 @@ class OpenAIBackend(Backend):
         self.model_name = card["id"]
         limits = [n for n in (card.get("max_model_len"), max_length) if n is not None]
         self.max_length = min(limits, default=None)
-        # Whether the log-probs are of the sampled distribution; checked on the server when it
-        # matters.
+        # Whether the log-probs belong to the sampled distribution; checked on the server when
+        # needed.
         self._processed: bool | None = None
         self._threads = RequestThreads(concurrency)
 
@@ -137,7 +138,7 @@ class OpenAIBackend(Backend):
         Raises:
             ConfigError: the server does not return the requested fields.
             BackendError: the server rejects a request or returns an invalid answer.
-            WorkerError: no answer, with ``on_failure="raise"``.
+            WorkerError: the server did not answer, with ``on_failure="raise"``.
         """
         self.check_prompts(prompts)
         if not prompts:
@@ -179,7 +180,8 @@ class OpenAIBackend(Backend):
         body = protocol.completion_body(
             self.model_name, prompt, params, max_tokens=room, seed=seed, end_ids=ends
         )
-        # Read before the request: the weights are at least as new, even during an update.
+        # The version is read before the request, so the weights are at least as new, even during an
+        # update.
         version = self.version
         try:
             choice = self._choice(body, cancellation)
@@ -198,7 +200,8 @@ class OpenAIBackend(Backend):
             )
         penalized = params.repetition_penalty != 1 or params.native
         if params.greedy and penalized and found.token_ids.numel():
-            # Penalties affected the choice; the log-probs are those of the model itself.
+            # Penalties affected the choice of the token; the log-probs are those of the model
+            # itself.
             whole = self._score_plain(torch.cat([prompt, found.token_ids]), cancellation)
             found = found._replace(log_probs=whole[len(prompt) :])
         if version is not None:
@@ -207,7 +210,7 @@ class OpenAIBackend(Backend):
         return found
 
     def _check_processed(self) -> None:
-        """Reject a server whose log-probs are not of the distribution that it samples from."""
+        """Reject a server whose log-probs belong to a different distribution than its samples."""
         if self._processed is None:
             params = SamplingParams(max_new_tokens=1, native={"allowed_token_ids": [0]})
             body = self._one_token(torch.tensor([0]), params)
@@ -278,7 +281,7 @@ class OpenAIBackend(Backend):
         )
 
     def _score_plain(self, ids: Tensor, cancellation: Cancellation) -> Tensor:
-        """Log-probs of all tokens of a row, ``[T]``, index 0 is 0.0."""
+        """Return the log-probs of all tokens of a row, ``[T]``; index 0 is 0.0."""
         choice, full = self._scored(ids, cancellation, whole_vocabulary=False)
         if not full:
             return protocol.read_prompt_scores(choice, ids)
@@ -286,7 +289,7 @@ class OpenAIBackend(Backend):
         return torch.cat([protocol.read_prompt_scores(choice, ids[:-1]), torch.tensor([last])])
 
     def _distributions(self, ids: Tensor, cancellation: Cancellation) -> Tensor:
-        """Log-probs of the whole vocabulary after each token but the last, ``[T - 1, V]``."""
+        """Return log-probs of all ids after each token but the last, ``[T - 1, V]``."""
         choice, full = self._scored(ids, cancellation, whole_vocabulary=True)
         rows = protocol.read_prompt_distributions(choice, len(ids) - full, self.vocab_size)
         if full:
@@ -297,7 +300,7 @@ class OpenAIBackend(Backend):
     def _scored(
         self, ids: Tensor, cancellation: Cancellation, *, whole_vocabulary: bool
     ) -> tuple[dict[str, Any], bool]:
-        """The server's answer for a row, and whether the row fills the context."""
+        """Return the server's answer for a row, and whether the row fills the context."""
         full = len(ids) == self.max_length
         body = protocol.scoring_body(
             self.model_name, ids, whole_vocabulary=whole_vocabulary, fills_context=full
@@ -307,7 +310,8 @@ class OpenAIBackend(Backend):
     def logits(self, sequences: Sequence[Tensor]) -> Tensor:
         """See :meth:`Backend.logits`: log-probs, which are logits up to a constant of each token.
 
-        They are 0 after a token that fills the context, because a server computes nothing there.
+        They are 0 after a token that fills the context, because the server computes no logits
+        there.
         """
         self.check_ids(sequences)
         self._check_lengths(sequences)

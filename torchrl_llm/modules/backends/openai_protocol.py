@@ -1,8 +1,8 @@
 """Requests to ``/v1/completions`` of an OpenAI-compatible server with token ids, and its answers.
 
-Pure functions between tensors and JSON, and the list of the server's models. Requests use OpenAI's
-fields and vLLM's (``return_token_ids``, ``stop_token_ids``, ``prompt_logprobs``, ...); the answer
-shows if a server ignores them.
+The functions are pure and convert between tensors and JSON; :func:`model_card` reads the server's
+list of models. Requests use fields of OpenAI and of vLLM (``return_token_ids``, ``stop_token_ids``,
+``prompt_logprobs``, ...). The answer shows whether a server ignored them.
 
 Shape legend: ``T`` tokens of a row, ``R`` sampled tokens, ``V`` vocabulary.
 """
@@ -39,7 +39,7 @@ NATIVE_ARGUMENTS = frozenset(
 )
 """Sampling fields of ``/v1/completions`` that vLLM's server supports."""
 
-# Every field is sent, because a server fills the others from the model's generation config.
+# Every field is sent, because a server reads missing fields from the model's generation config.
 _NEUTRAL = {
     "n": 1,
     "stream": False,
@@ -74,7 +74,7 @@ def completion_body(
     seed: int,
     end_ids: Sequence[int],
 ) -> dict[str, Any]:
-    """The request for one response to one prompt.
+    """Return the request for one response to one prompt.
 
     Args:
         model: name of the model at the server.
@@ -82,7 +82,7 @@ def completion_body(
         params: how to sample; ``num_samples`` and ``seed`` are ignored.
         max_tokens: most tokens of the response.
         seed: seed of this response's own generator, in ``[0, 2**63)``.
-        end_ids: ids that end it.
+        end_ids: ids that end the response.
     """
     body = {
         **_NEUTRAL,
@@ -107,7 +107,7 @@ def completion_body(
 def scoring_body(
     model: str, ids: Tensor, *, whole_vocabulary: bool, fills_context: bool
 ) -> dict[str, Any]:
-    """The request that scores a row.
+    """Return the request that scores a row.
 
     A server samples at least one token. If the row leaves no room for it, the request omits the
     last token and asks for its log-prob at the sampled position.
@@ -115,8 +115,8 @@ def scoring_body(
     Args:
         model: name of the model at the server.
         ids: int64 ``[T]``.
-        whole_vocabulary: request the log-probs of all ids at each position.
-        fills_context: the row leaves no room for another token.
+        whole_vocabulary: whether to request the log-probs of all ids at each position.
+        fills_context: whether the row leaves no room for a further token.
     """
     body = {**_NEUTRAL, "model": model, "prompt": ids.tolist(), "max_tokens": 1}
     body["prompt_logprobs"] = -1 if whole_vocabulary else 0
@@ -129,7 +129,7 @@ def scoring_body(
 
 
 def only_choice(data: Any, prompt: Sequence[int]) -> tuple[dict[str, Any], bool]:
-    """The requested response, and whether it answers the ids that were sent.
+    """Return the requested response, and whether it answers the ids that were sent.
 
     Args:
         data: the server's answer.
@@ -157,11 +157,11 @@ def only_choice(data: Any, prompt: Sequence[int]) -> tuple[dict[str, Any], bool]
 def read_completion(
     choice: dict[str, Any], params: SamplingParams, *, max_tokens: int, end_ids: Sequence[int]
 ) -> Completion:
-    """A response as sampled.
+    """Convert a response to a completion.
 
     Args:
         choice: see :func:`only_choice`.
-        params: as sent.
+        params: parameters of the request.
         max_tokens: as sent.
         end_ids: as sent.
 
@@ -190,7 +190,7 @@ def read_completion(
 
 
 def _support(choice: dict[str, Any]) -> Support:
-    """The kept ids of each token: those with a probability above 0."""
+    """Return the kept ids of each token: those with a probability above 0."""
     kept: list[int] = []
     counts: list[int] = []
     for entry in _named(choice):
@@ -231,7 +231,7 @@ def _reason(
 
 
 def read_prompt_scores(choice: dict[str, Any], prompt: Tensor) -> Tensor:
-    """Log-probs of a prompt's own tokens.
+    """Return the log-probs of a prompt's own tokens.
 
     Args:
         choice: see :func:`only_choice`.
@@ -241,7 +241,7 @@ def read_prompt_scores(choice: dict[str, Any], prompt: Tensor) -> Tensor:
         float32 ``[T]`` in nats, index 0 is 0.0.
 
     Raises:
-        BackendError: the answer does not contain them.
+        BackendError: the answer does not contain the log-probs.
     """
     entries = _entries(choice, len(prompt))
     own = [
@@ -252,7 +252,7 @@ def read_prompt_scores(choice: dict[str, Any], prompt: Tensor) -> Tensor:
 
 
 def read_prompt_distributions(choice: dict[str, Any], length: int, vocab_size: int) -> Tensor:
-    """Log-probs of the whole vocabulary at each position of a prompt.
+    """Return the log-probs of the whole vocabulary at each position of a prompt.
 
     Args:
         choice: see :func:`only_choice`.
@@ -264,8 +264,8 @@ def read_prompt_distributions(choice: dict[str, Any], length: int, vocab_size: i
         ``t + 1``.
 
     Raises:
-        BackendError: the answer does not contain them.
-        ConfigError: the server returns fewer.
+        BackendError: the answer does not contain the log-probs.
+        ConfigError: the server returns fewer log-probs.
     """
     rows = [
         _dense({int(key): item["logprob"] for key, item in entry.items()}, vocab_size)
@@ -275,7 +275,7 @@ def read_prompt_distributions(choice: dict[str, Any], length: int, vocab_size: i
 
 
 def read_last_scores(choice: dict[str, Any]) -> dict[int, float]:
-    """Log-probs that the server returned for the one sampled token.
+    """Return the log-probs that the server reported for the one sampled token.
 
     Args:
         choice: see :func:`only_choice`; from a request that filled the context.
@@ -284,7 +284,7 @@ def read_last_scores(choice: dict[str, Any]) -> dict[int, float]:
         Id to log-prob in nats.
 
     Raises:
-        BackendError: the answer does not contain them.
+        BackendError: the answer does not contain the log-probs.
     """
     entries = _named(choice)
     if len(entries) != 1:
@@ -293,17 +293,17 @@ def read_last_scores(choice: dict[str, Any]) -> dict[int, float]:
 
 
 def last_distribution(choice: dict[str, Any], vocab_size: int) -> Tensor:
-    """Log-probs of the whole vocabulary for the one sampled token, float32 ``[V]``.
+    """Return log-probs of the whole vocabulary for the one sampled token, float32 ``[V]``.
 
     Raises:
-        BackendError: the answer does not contain them.
-        ConfigError: the server returns fewer.
+        BackendError: the answer does not contain the log-probs.
+        ConfigError: the server returns fewer log-probs.
     """
     return _dense(read_last_scores(choice), vocab_size)
 
 
 def _named(choice: dict[str, Any]) -> list[dict[int, float]]:
-    """For each sampled token, the log-probs that the server returned, by id."""
+    """Return the log-probs that the server reported for each sampled token, by id."""
     try:
         return [
             {int(key.removeprefix(_ID)): value for key, value in entry.items()}
@@ -330,7 +330,7 @@ def _dense(values: dict[int, float], vocab_size: int) -> Tensor:
             "a temperature other than 1, entropy and kept ids need all of them: start it with "
             "--max-logprobs -1, and check vocab_size"
         )
-    # Embedding rows without a token take part in the normalisation, too.
+    # Embedding rows without a token also count in the normalisation.
     row = [-math.inf] * (max(values) + 1)
     for token, value in values.items():
         row[token] = value
@@ -338,11 +338,11 @@ def _dense(values: dict[int, float], vocab_size: int) -> Tensor:
 
 
 def model_card(http: HTTPClient, model: str | None, timeout_s: float) -> dict[str, Any]:
-    """The entry of a model in the server's list; waits until the server answers.
+    """Return the entry of a model in the server's list; wait until the server answers.
 
     Args:
         http: the server.
-        model: its name on the server; ``None`` for the only one.
+        model: its name on the server; ``None`` for the only model.
         timeout_s: most seconds to wait.
 
     Raises:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchrl_llm.modules.backends.backend_port import SamplingParams
 
-# Number of units of a probability of 1; a power of two scales float32 without rounding.
+# A probability of 1 has this many units; a power of two scales float32 without rounding.
 _UNITS = 2.0**52
 
 
@@ -32,11 +32,11 @@ def penalize_repetition(logits_BV: Tensor, seen_BV: Tensor, penalty: float) -> T
 
 
 def sampling_log_probs(logits_BV: Tensor, params: SamplingParams) -> Tensor:
-    """Log-probs of the sampled distribution: temperature, then top-k, top-p and min-p.
+    """Return log-probs of the sampled distribution: temperature, then top-k, top-p and min-p.
 
     Args:
         logits_BV: float32 ``[B, V]``.
-        params: the sampling fields; greedy sampling gives the distribution of temperature 1.
+        params: the sampling fields; for greedy sampling, the distribution has temperature 1.
 
     Returns:
         float32 ``[B, V]`` in nats, normalised over the kept tokens, ``-inf`` for dropped ones.
@@ -76,8 +76,8 @@ def _keep_top_p(logits_BV: Tensor, top_p: float) -> Tensor:
 def draw(log_probs_BV: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Draw one token per row by inverting the cumulative distribution.
 
-    One uniform number per row replaces the ``V`` exponentials of ``torch.multinomial``, which cost
-    7 % of a step of a 0.6M-parameter model and far more with a real vocabulary on the CPU.
+    One uniform number per row replaces the ``V`` exponentials of ``torch.multinomial``. On the CPU,
+    these cost 7 % of a step of a 0.6M-parameter model, and far more with a real vocabulary.
 
     Args:
         log_probs_BV: float32 ``[B, V]``, normalised, ``-inf`` where a token cannot be drawn.
@@ -93,11 +93,11 @@ def draw(log_probs_BV: Tensor, generator: torch.Generator | None = None) -> Tens
     cumulative = _units(log_probs_BV.exp()).cumsum(-1)
     total = cumulative[:, -1:]
     share = torch.rand(total.shape, dtype=torch.float64, device=total.device, generator=generator)
-    # Rounding may reach the total; only impossible tokens lie after it.
+    # Rounding may reach the total. Only impossible tokens come after it.
     point = torch.minimum(share.mul_(total).long(), total - 1)
     return torch.searchsorted(cumulative, point, right=True).squeeze(-1)
 
 
 def _units(probs_BV: Tensor) -> Tensor:
-    """Integers, because the running sum of floats is not deterministic on a GPU."""
+    """Convert to integers, because the running sum of floats is not deterministic on a GPU."""
     return probs_BV.mul(_UNITS).long()

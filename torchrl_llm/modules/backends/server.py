@@ -1,9 +1,9 @@
 """Control plane of vLLM's own server: pause, weights, caches, versions, sleep.
 
-It requires a server started with ``VLLM_SERVER_DEV_MODE=1``.
-:class:`~torchrl_llm.weights.vllm_extension.WeightReceiver` receives the weights; the server must
-load it as its worker extension. Neither side uses pickle: weights are sent as safetensors, in a
-shared file or inside the requests, and the workers answer with the digest of the received weights.
+The server must be started with ``VLLM_SERVER_DEV_MODE=1``. It must load
+:class:`~torchrl_llm.weights.vllm_extension.WeightReceiver`, which receives the weights, as its
+worker extension. Neither side uses pickle: weights are sent as safetensors, in a shared file or
+inside the requests, and the workers return the digest of the received weights.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from torchrl_llm.weights.weight_source import WeightReceipt, WeightSource, open_
 
 InFlight = Literal["wait", "keep", "abort"]
 
-# Encoding adds a third; parsing a request of this size takes some ten milliseconds.
+# Encoding adds a third to the size; parsing a request of this size takes some ten milliseconds.
 _CHUNK_BYTES = 8 << 20
 
 
@@ -44,15 +44,15 @@ class _Refused(WeightUpdateError):
 
 
 class VLLMServer:
-    """Sends weights to vLLM's server and controls it.
+    """Sends weights to vLLM's server, and pauses, resumes and wakes it.
 
     Args:
         url: its address, or a client for it.
         api_key: sent as a bearer token; not allowed with a client.
         timeout_s: most seconds for one call.
-        in_flight: what happens to running requests while weights are updated: ``"wait"`` lets them
-            finish (new ones wait), ``"abort"`` returns their tokens so far, ``"keep"`` continues
-            them with the new weights.
+        in_flight: what happens to running requests while weights are updated. ``"wait"`` lets them
+            finish while new requests wait, ``"abort"`` returns their tokens so far, ``"keep"``
+            continues them with the new weights.
         exchange_dir: folder shared by client and server; without one, the requests contain the
             weights.
 
@@ -108,7 +108,7 @@ class VLLMServer:
         self._call("POST", "/wake_up")
 
     def is_sleeping(self) -> bool:
-        """Whether it sleeps."""
+        """Whether the server sleeps."""
         return bool(self._call("GET", "/is_sleeping")["is_sleeping"])
 
     def weight_version(self) -> int | None:
@@ -164,9 +164,9 @@ class VLLMServer:
             One receipt per worker.
 
         Raises:
-            ConfigError: the server was not started for it, or the source is an adapter.
-            WeightUpdateError: the workers rejected the weights and keep the old ones; or a
-                different failure, after which the server stays paused.
+            ConfigError: the server was not started for weight updates, or the source is an adapter.
+            WeightUpdateError: the workers rejected the weights and keep the old ones; or the update
+                failed in a different way, after which the server stays paused.
             WorkerError: the server did not answer, and nothing was changed.
         """
         if source.kind == "adapter":
@@ -180,7 +180,7 @@ class VLLMServer:
             try:
                 self.pause()
             except TorchRLLLMError:
-                # The server may still wait for running requests and pause after that.
+                # The server may still wait for running requests, and pause after they end.
                 with contextlib.suppress(TorchRLLLMError):
                     self.resume()
                 raise
@@ -192,7 +192,7 @@ class VLLMServer:
                 self.resume()
                 raise
             except TorchRLLLMError as error:
-                # The workers may have the old weights or unverified new ones.
+                # The workers may have the old weights, or unverified new ones.
                 raise WeightUpdateError(
                     f"{error}. The server stays paused, so that no sample gets a wrong "
                     "version; the next successful update resumes it"
@@ -221,7 +221,7 @@ class VLLMServer:
 
     @contextlib.contextmanager
     def _brought(self, weights: dict[str, Tensor]) -> Iterator[dict[str, str]]:
-        """A context that provides the weights to the workers, and their location."""
+        """Provide the weights to the workers within the context, and yield their location."""
         safetensors = require("safetensors.torch", extra="vllm", feature="VLLMServer")
         # Copies weights that share memory, which the format does not support.
         tensors = {
@@ -267,7 +267,7 @@ class VLLMServer:
     # -- requests ---------------------------------------------------------------------------------
 
     def _call(self, method: str, path: str, body: Any = None) -> Any:
-        """The data of the server's answer."""
+        """Send a request and return the data of the server's answer."""
         reply = self._http.call(method, path, body, timeout_s=self._timeout_s)
         if reply.status in (404, 405):
             raise ConfigError(

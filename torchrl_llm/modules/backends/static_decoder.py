@@ -1,21 +1,24 @@
 """Causal model that decodes in tensors at fixed addresses, so that a step is a CUDA graph.
 
-In a step from Python, a small model waits for its kernel launches (some thousand at 0.5B
-parameters), while reading its weights takes less than a millisecond. A CUDA graph launches all
+If Python launches each kernel of a step, a small model mostly waits for the launches (some thousand
+at 0.5B parameters); reading its weights takes less than a millisecond. A CUDA graph launches all
 kernels at once. A graph needs:
 
-- A cache with room for further tokens, written at an index in a tensor, and a mask that hides the
-  unfilled part. A full cache doubles, so a response of 8,192 tokens costs five recordings. Each
-  recording runs the model's Python twice, which costs much less than ``torch.compile``.
-- A batch of fixed size. Ended rows stay in the step. They leave when half of the rows have ended
-  and the cache is large: with a small cache, a step costs the same and a recording does not pay.
-- No operation that waits for the device. Sampling stays outside: the step hides its launches.
+- A cache with room for further tokens, which are written at an index in a tensor, and a mask that
+  hides the unfilled part. A full cache is replaced by one of twice the size, so a response of 8,192
+  tokens costs five recordings. Each recording runs the model's Python twice, which costs much less
+  than ``torch.compile``.
+- A batch of fixed size. Ended rows stay in the step. They are removed when half of the rows have
+  ended and the cache is large. With a small cache, a smaller batch would not save the cost of a
+  recording.
+- No operation that waits for the device. Sampling stays outside of the graph: its launches overlap
+  with the step.
 
-Graphs exist for one call of ``generate``: parameters may be replaced between two calls. Without a
-GPU, the same step runs without recording.
+A graph exists for one call of ``generate``, because parameters may be replaced between two calls.
+Without a GPU, the same step runs without recording.
 
-Heads that share a key (GQA) become rows of one query. With a mask, transformers copies the cache
-for each head: with Qwen2.5-0.5B, seven times its bytes in each step.
+Heads that share a key (GQA) become rows of one query. Otherwise transformers, with a mask, would
+copy the cache for each head: with Qwen2.5-0.5B, seven times its bytes in each step.
 
 Shape legend: ``B`` rows in the step, ``C`` capacity of the cache in tokens, ``D`` size of a head.
 """
@@ -59,12 +62,12 @@ _FEWEST_STEPS = 16
 _LEAST_ROOM = 512
 # Attention kernels copy a mask whose rows are not aligned.
 _ALIGNED = 64
-# Reading this much takes 0.3 ms per step; saving half of it soon pays for a recording.
+# Reading this many bytes takes 0.3 ms per step; saving half of it soon pays for a recording.
 _COMPACT_ABOVE_BYTES = 2**30
 _WAITS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 # A configuration has one attention name at a time, even if several threads sample with its models.
 _SWITCHED = threading.RLock()
-# With a context shorter than its window, a sliding layer acts as a full one.
+# If the context is shorter than its window, a sliding layer works as a full one.
 _LAYERS = (BlockLayer, DynamicSlidingWindowLayer)
 
 
@@ -72,7 +75,7 @@ class StaticDecoder:
     """Continues from a plain decoder that has read the prompts; see ``decoding.Decoder``.
 
     Args:
-        plain: this decoder takes over its cache and model.
+        plain: the plain decoder, whose cache and model this decoder uses from now on.
         max_new_tokens: most further tokens.
         record: turns a step into an equivalent function; called again after each change of shape.
     """
@@ -146,7 +149,7 @@ def _forward(plain: CausalDecoder, ids: Tensor, positions: Tensor, bias: Tensor)
 
 
 class _StaticLayer(DynamicLayer):
-    """Keys and values ``[B, heads, C, D]``; all are attended, with a mask.
+    """Keys and values ``[B, heads, C, D]``; attention reads all of them, with a mask.
 
     Args:
         layer: layer of the plain decoder.
@@ -171,7 +174,7 @@ class _StaticLayer(DynamicLayer):
     def get_seq_length(self) -> int:
         """Number of tokens at the start; it is constant in a graph.
 
-        A model that uses it gives wrong logits; :func:`why_not_static` detects this.
+        A model that uses this number computes wrong logits; :func:`why_not_static` detects this.
         """
         return self._held
 
@@ -211,9 +214,10 @@ class _OnDevice(TorchDispatchMode):
 
 
 def why_not_static(model: nn.Module, takes: frozenset[str]) -> str | None:
-    """Why a model cannot decode in static tensors; ``None`` when it can.
+    """Return why a model cannot decode in static tensors; ``None`` if it can.
 
-    Decodes two short rows both ways, with large values in the unfilled part of the static cache.
+    The test decodes two short rows both ways, with large values in the unfilled part of the static
+    cache.
 
     Args:
         model: a causal model, in PEFT or not, on one device and not sharded.
@@ -277,11 +281,11 @@ class DecoderChoice:
             max_new_tokens: most tokens that will follow.
 
         Raises:
-            ConfigError: in mode ``"graph"``, when the model cannot.
+            ConfigError: in mode ``"graph"``, if the model cannot decode with a graph.
         """
         device = plain.next_positions.device
         records = device.type == _RECORDED_ON and self._can_record
-        # If this is not the main thread, a trainer may run at the same time, and a recording would
+        # Outside of the main thread, a trainer may run at the same time, and a recording would
         # disturb it.
         is_alone = threading.current_thread() is threading.main_thread()
         pays = is_alone and records and max_new_tokens >= _FEWEST_STEPS

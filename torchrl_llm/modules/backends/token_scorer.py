@@ -1,8 +1,8 @@
 """Body and chunked head of a causal model as one module: token ids in, log-probs out.
 
-This module's ``forward`` is the only way to a differentiable log-prob. It is the root that FSDP2,
-``torch.compile`` and autocast wrap: if code read the head's weight outside of the sharded root's
-forward, the gradients would be silently wrong.
+All differentiable log-probs come from the ``forward`` of this module. It is the root module that
+FSDP2, ``torch.compile`` and autocast wrap. If code read the head's weight outside of the sharded
+root's forward, the gradients would be wrong without an error.
 
 Shape legend: ``B`` rows, ``T`` tokens, ``N`` selected tokens, ``V`` vocabulary, ``D`` hidden size.
 """
@@ -29,13 +29,13 @@ from torchrl_llm.modules.model_loading import check_rotary, rotary_limit
 
 
 def _shows_head(model: nn.Module) -> bool:
-    """Whether a model exposes its output embeddings."""
+    """Return whether a model exposes its output embeddings."""
     find = getattr(heads.causal_model(model), "get_output_embeddings", None)
     return find is not None and find() is not None
 
 
 class CausalScorer(nn.Module, TokenScorer):
-    """Scores selected tokens with a Hugging Face causal model, without ``[B, T, V]`` logits.
+    """Computes log-probs of selected tokens with a causal model, without ``[B, T, V]`` logits.
 
     The head only runs on hidden states that predict a selected token. Tokens that no selected token
     depends on are not run at all.
@@ -43,25 +43,26 @@ class CausalScorer(nn.Module, TokenScorer):
     Args:
         model: a Hugging Face causal model, in PEFT or not. It is kept as ``model``; its weights are
             not copied.
-        chunk_size: the most logits alive at once; chosen by device when ``None``.
-        full_logits: use the model's own logits, for heads that the chunked head does not support. A
-            model without exposed output embeddings always does so, and this is logged.
+        chunk_size: most logits in memory at the same time; ``None`` chooses by device.
+        full_logits: use the model's own logits, for heads that the chunked head does not support.
+            This is always used, with a log message, for a model that does not expose its output
+            embeddings.
         in_place_head_grad: add the gradient of the head's weight in place, which saves a tensor of
             its size; for one process without gradient hooks.
         value_head: estimates values from the same states as the head.
         layout: how rows of different length are laid out, see
             ``torchrl_llm.modules.backends.layouts``: ``"padded"``, ``"bucketed"``, ``"packed"``,
-            ``"shared"``, or ``"auto"`` for the cheapest for the rows of each call. Scores and
-            gradients are equal up to rounding. With dropout, ``"shared"`` draws it once for a
-            shared prompt. Flash attention does not support ``"shared"``.
+            ``"shared"``, or ``"auto"``, which chooses the cheapest layout for the rows of each
+            call. Scores and gradients of all layouts are equal up to rounding. ``"shared"`` draws
+            dropout once for a shared prompt. Flash attention does not support ``"shared"``.
 
     Attributes:
-        why_not_packed: why ``"packed"`` and ``"shared"`` are not available for this model; ``None``
-            when they are. The constructor tests it on a few tokens.
+        why_not_packed: the reason why ``"packed"`` and ``"shared"`` are not available for this
+            model; ``None`` if they are available. The constructor tests the model on a few tokens.
 
     Raises:
-        ConfigError: when the head is not supported (see ``LMHead``), the layout is not available,
-            or the model's attention cannot run on its device.
+        ConfigError: the head is not supported (see ``LMHead``), the layout is not available, or the
+            model's attention cannot run on its device.
 
     Example:
         >>> from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -124,7 +125,7 @@ class CausalScorer(nn.Module, TokenScorer):
 
     @property
     def _run(self) -> nn.Module:
-        """The called module: the model or its body."""
+        """The module that ``forward`` calls: the model or its body."""
         return self.model if self.head is None else heads.model_body(self.model)
 
     @property
@@ -138,7 +139,7 @@ class CausalScorer(nn.Module, TokenScorer):
 
     @property
     def layout(self) -> str:
-        """Layout of rows; may be set to any of ``layouts``."""
+        """Layout of rows; can be set to any of ``layouts``."""
         return self._layout
 
     @layout.setter
@@ -191,14 +192,15 @@ class CausalScorer(nn.Module, TokenScorer):
         )
 
     def _states(self, stream: RowStream) -> Tensor:
-        """Hidden states of the whole stream ``[S, D]``, or its logits ``[S, V]``."""
+        """Return the hidden states of the whole stream ``[S, D]``, or its logits ``[S, V]``."""
         heads.check_kernel(self.model)
         run, ids = self._run, stream.input_ids
         if stream.one_call:
             apart = attention.stream_arguments(self.model, stream.blocks, ids.device)
             positions = stream.position_ids[None]
             return run(input_ids=ids[None], position_ids=positions, use_cache=False, **apart)[0][0]
-        # A causal model does not look ahead: the padding after a row cannot affect its tokens.
+        # A token of a causal model depends only on earlier tokens, so the padding after a row
+        # cannot affect it.
         parts = ids.split([block.rows * block.width for block in stream.blocks])
         states = [
             run(input_ids=part.view(block.rows, block.width), use_cache=False)[0].flatten(0, 1)
@@ -232,13 +234,13 @@ class CausalScorer(nn.Module, TokenScorer):
         return self(stream.to(device), temperature=temperature, entropy=entropy, extras=extras)
 
     def naive_scorer(self) -> CausalScorer | None:
-        """Scorer of padded rows by the model's own logits; ``None`` if this is such a scorer."""
+        """Return a scorer of padded rows with full logits; ``None`` if this is one."""
         if self.head is None:
             return None
         return CausalScorer(self.model, full_logits=True, layout="padded")
 
     def _in_one_kernel(self, device: torch.device) -> tuple[str, ...]:
-        """The layouts whose blocks are attended by one kernel."""
+        """The layouts with one attention kernel for all blocks."""
         if self._kernel not in ("sdpa", "eager"):
             return self._one_call
         config = heads.causal_model(self.model).config.get_text_config(decoder=True)
@@ -249,7 +251,7 @@ class CausalScorer(nn.Module, TokenScorer):
         return ("packed",) if self._kernel == "sdpa" and has_kernel else ()
 
     def _choice(self, rows: Rows) -> tuple[str, ...]:
-        """The allowed layouts of these rows."""
+        """Return the allowed layouts of these rows."""
         plain = max(rows.lengths) <= self._longest_plain_row
         if self._layout == "auto":
             return self._automatic(plain)
@@ -262,10 +264,10 @@ class CausalScorer(nn.Module, TokenScorer):
 
     @property
     def _is_sharded(self) -> bool:
-        """Whether the ranks that share the weights must call the model equally often.
+        """Whether all ranks must call the model equally often, because they share the weights.
 
-        If so, one call of the scorer is one call of the model. For buckets, the caller cuts the
-        rows, as in ``torchrl_llm.trainers.optimize``.
+        In this case, one call of the scorer is one call of the model. For buckets, the caller must
+        split the rows, as in ``torchrl_llm.trainers.optimize``.
         """
         return isinstance(next(self.model.parameters()), DTensor)
 
@@ -287,7 +289,7 @@ def score_hidden(
     chunk_size: int | None = None,
     in_place_head_grad: bool = False,
 ) -> TokenScores:
-    """Score the tokens that hidden states predict.
+    """Compute the scores of the tokens that hidden states predict.
 
     Args:
         head: the language-model head.
@@ -297,7 +299,7 @@ def score_hidden(
         entropy: also return the entropy of each distribution.
         extras: further requested results.
         value_head: estimates the values if ``extras`` requests them.
-        chunk_size: the most logits alive at once; chosen by device when ``None``.
+        chunk_size: most logits in memory at the same time; ``None`` chooses by device.
         in_place_head_grad: add the gradient of the head's weight in place.
 
     Raises:
@@ -338,7 +340,7 @@ def _divergence(
     temperature: float | Tensor,
     chunk_size: int | None,
 ) -> Tensor:
-    """Divergence of each token from its teacher, 0 for tokens without a teacher."""
+    """Return the divergence of each token from its teacher; 0 for tokens without a teacher."""
     settings = {"direction": extras.divergence, "chunk_size": chunk_size}
     if extras.teacher_index is None:
         (teacher,) = extras.teachers

@@ -1,8 +1,8 @@
 """Backend for a Hugging Face causal language model.
 
-Sampling uses its own loop (:mod:`~torchrl_llm.modules.backends.decoding`): ``generate`` would read
-unset fields from the model's generation config (its ``top_k`` of 50), and returns log-probs only by
-keeping the logits of every step. Scoring uses
+Sampling uses its own loop (:mod:`~torchrl_llm.modules.backends.decoding`). It does not use
+``generate`` of transformers, which would read unset fields from the model's generation config (such
+as a ``top_k`` of 50), and would keep the logits of every step to return log-probs. Scoring uses
 :class:`~torchrl_llm.modules.backends.token_scorer.CausalScorer`, which is differentiable.
 
 Shape legend: ``U`` different prompts, ``B`` rows to decode, ``P`` tokens of the longest prompt,
@@ -66,7 +66,7 @@ def native_processors(
 ) -> LogitsProcessorList:
     """Processors for the given arguments, in transformers' own order.
 
-    They process logits before temperature and truncation.
+    The processors run before temperature and truncation.
 
     Args:
         arguments: names from :data:`NATIVE_ARGUMENTS` and their values.
@@ -97,19 +97,21 @@ class TransformersBackend(LocalBackend):
         max_length: context of the model in tokens; by default the value of its config; for
             LongRoPE, the original training context (``original_max_position_embeddings``).
         layout: how rows of different length are laid out for scoring, see
-            :class:`~torchrl_llm.modules.backends.token_scorer.CausalScorer`; the scorer's by
-            default. May be set later.
+            :class:`~torchrl_llm.modules.backends.token_scorer.CausalScorer`; by default the
+            scorer's layout. It can be set later.
         scorer: computes log-probs; built for the model by default.
-        chunk_size: the most logits alive at once when a scorer is built; ``None`` chooses.
-        full_logits: when a scorer is built, use the model's own logits (for heads that the chunked
-            head does not support).
-        value_head: when a scorer is built, its value head (PPO); trained with the model.
+        chunk_size: most logits in memory at the same time, for the built scorer; ``None`` chooses
+            by device.
+        full_logits: let the built scorer use the model's own logits, for heads that the chunked
+            head does not support.
+        value_head: value head (PPO) of the built scorer; trained with the model.
         decode: how a step of sampling runs. ``"plain"`` calls the model. ``"graph"`` uses a cache
-            of fixed size, and on a GPU replays the step as a CUDA graph. No other thread may wait
-            for the whole device or use dropout while it is recorded. It is an error if the model
-            does not support it, and plain if the context is longer than a sliding window.
-            ``"auto"`` uses the graph on a GPU in the main thread for 16 tokens and more. Else it is
-            plain, with a warning if the model does not support the graph.
+            of fixed size, and on a GPU replays the step as a CUDA graph. While the graph is
+            recorded, no other thread may wait for the whole device or use dropout. ``"graph"``
+            raises an error if the model does not support it, and works like ``"plain"`` if the
+            context is longer than a sliding window. ``"auto"`` uses the graph on a GPU, in the main
+            thread, for 16 tokens and more. Otherwise it works like ``"plain"``, with a warning if
+            the model does not support the graph.
 
     Attributes:
         scorer: the root module for FSDP2 and ``torch.compile``.
@@ -196,7 +198,7 @@ class TransformersBackend(LocalBackend):
     def _sample(
         self, prompts: Sequence[Tensor], params: SamplingParams, cancelled: Cancelled
     ) -> list[Completion]:
-        """In batches of equal length if the model does not support padded prompts."""
+        """Sample all prompts, in batches of equal length if the model does not support padding."""
         alike: dict[int, list[int]] = {}
         for row, prompt in enumerate(prompts):
             alike.setdefault(0 if self._takes_ragged else prompt.shape[0], []).append(row)
@@ -254,7 +256,8 @@ class TransformersBackend(LocalBackend):
     ) -> TokenScores:
         """See :meth:`TokenScorer.token_scores`; differentiable when gradients are enabled.
 
-        Without gradients the model runs as for sampling (no dropout), else in the trainer's mode.
+        Without gradients, the model runs as for sampling (no dropout). With gradients, it runs in
+        the trainer's mode.
         """
         self.check_scoring(sequences, select)
         score = partial(self.scorer.token_scores, sequences, select)

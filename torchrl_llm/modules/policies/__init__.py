@@ -1,4 +1,4 @@
-"""Policies: rows of a tensordict through a backend and back."""
+"""Policies: send rows of a tensordict to a backend, and write its answers into the rows."""
 
 from torchrl_llm._imports import lazy
 

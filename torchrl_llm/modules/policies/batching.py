@@ -1,8 +1,8 @@
 """Queue that runs the requests of several threads together.
 
-It has no thread: whichever caller finds enough work, or a request that has waited long enough, runs
-the batch for all. A failing batch is repeated request by request, so that an error reaches only the
-caller of the failing request.
+The queue has no thread. The caller that finds enough items, or a request that has waited long
+enough, runs the batch for all. A failing batch is repeated request by request, so that an error
+reaches only the caller of the failing request.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class RequestBatcher:
     Args:
         min_batch_size: items to wait for.
         max_batch_size: most items of one call; a single larger request still runs, alone.
-        timeout_s: seconds that a request waits for others; then it runs with those that have
+        timeout_s: seconds that a request waits for others; then it runs with the requests that have
             arrived.
 
     Raises:
@@ -76,19 +76,18 @@ class RequestBatcher:
         self.__init__(**state)
 
     def submit(self, items: Sequence[Any], *, key: Any, run: Run) -> list[Any]:
-        """Wait until the items have been run, with others or alone.
+        """Run the items, alone or together with others, and wait for the results.
 
         Args:
             items: the request.
             key: requests with equal keys may run together.
-            run: takes the items of one or more requests and their key, returns a result for each
-                item.
+            run: function from the items of one or more requests and their key to a result per item.
 
         Returns:
             The results of these items, in order.
 
         Raises:
-            Exception: what ``run`` raised for these items.
+            Exception: an exception of ``run`` for these items.
         """
         request = _Request(list(items), key, run)
         with self._changed:
@@ -101,7 +100,7 @@ class RequestBatcher:
         return request.answer.result()
 
     def _next_batch(self, own: _Request) -> list[_Request]:
-        """A batch that is due; empty once a different thread has run the own request."""
+        """Wait for a due batch; return none if another thread ran the own request."""
         with self._changed:
             while not own.answer.done():
                 batch = [] if self._running else self._due()
@@ -171,7 +170,7 @@ class RequestBatcher:
         """Empty the queue; a running batch is not affected.
 
         Args:
-            flush: run what is queued; otherwise its callers get a
+            flush: run the queued requests; otherwise their callers get a
                 :class:`~torchrl_llm.errors.BackendError`.
         """
         with self._changed:
@@ -192,7 +191,7 @@ class RequestBatcher:
             self._execute(together)
 
     def state(self) -> dict[str, Any]:
-        """Settings, and numbers of queued and running requests."""
+        """Return the settings, and the numbers of queued and running requests."""
         with self._changed:
             return {
                 **self.__getstate__(),
@@ -205,10 +204,10 @@ class RequestBatcher:
 def make_batcher(
     batching: bool | None, minimum: int | None, maximum: int | None, timeout_s: float
 ) -> RequestBatcher | None:
-    """The batcher for a policy's arguments; ``None`` without batching.
+    """Return the batcher for a policy's arguments; ``None`` without batching.
 
     Args:
-        batching: on, off, or ``None``: on if a size is given.
+        batching: ``True``, ``False``, or ``None``, which turns batching on if a size is given.
         minimum: see :class:`RequestBatcher`.
         maximum: see :class:`RequestBatcher`.
         timeout_s: see :class:`RequestBatcher`.

@@ -1,8 +1,8 @@
 """Policy over a chat completions server: it sends messages and receives text.
 
-For evaluation only. The server renders the prompt with its own template and encodes it with its own
-tokenizer, so there are no token ids or log-probs to train on. For servers that accept and return
-token ids, use :class:`~torchrl_llm.modules.OpenAIBackend`.
+This policy is for evaluation only. The server renders the prompt with its own template and encodes
+it with its own tokenizer, so there are no token ids or log-probs to train on. For servers that
+accept and return token ids, use :class:`~torchrl_llm.modules.OpenAIBackend`.
 """
 
 from __future__ import annotations
@@ -38,19 +38,20 @@ _SENT = ("role", "content", "tool_call_id")
 class ChatServerPolicy(TensorDictModuleBase):
     """Answers conversations with a chat completions server.
 
-    It reads ``("history", "prompt")`` of rows ``[B]`` and writes ``("history", "full")``,
+    The policy reads ``("history", "prompt")`` of rows ``[B]``. It writes ``("history", "full")``,
     ``("tokens", "finish_reason")`` (``ABORT`` if the server reports neither a stop nor a cut) and
-    ``("tokens", "response_length")``, int64, as counted by the server; -1 if it reports no count.
-    Rows that ``"_step"`` leaves out are not sent.
+    ``("tokens", "response_length")``, int64, the server's count or -1. Rows that ``"_step"``
+    excludes are not sent.
 
     Args:
         http: HTTP client of the server.
-        request: fields of every request, ``model`` among them.
+        request: fields of every request, including ``model``.
         timeout_s: most seconds for one request, including retries.
         concurrency: most requests at once.
-        on_overlong: result for a conversation that the server rejects as longer than its context:
-            :class:`~torchrl_llm.errors.OverlongError`, or an empty response with ``ABORT``.
-        tools: tool schemas to send to the server, which parses the calls.
+        on_overlong: what happens if the server rejects a conversation as longer than its context:
+            raise :class:`~torchrl_llm.errors.OverlongError`, or write an empty response with
+            ``ABORT``.
+        tools: tool schemas for the server, which parses the calls.
 
     Raises:
         ConfigError: ``request`` contains reserved fields.
@@ -87,7 +88,7 @@ class ChatServerPolicy(TensorDictModuleBase):
         self._threads = RequestThreads(concurrency)
 
     def get_new_version(self, *, tools: Sequence[Mapping[str, Any]]) -> Self:
-        """A policy over the same server, with tools."""
+        """Return a policy over the same server, with tools."""
         other = copy.copy(self)
         other._tools = list(tools)
         return other
@@ -101,16 +102,16 @@ class ChatServerPolicy(TensorDictModuleBase):
         """Request an answer for each row.
 
         Raises:
-            BackendError: the server rejects a request, or its answer cannot be read.
+            BackendError: the server rejected a request, or its answer cannot be read.
             OverlongError: a conversation is longer than the server's context.
-            WorkerError: no answer.
+            WorkerError: the server did not answer.
         """
         chats = tensordict["history"].prompt.chats
         steps = tensordict.get("_step", None)
         asked = [True] * len(chats) if steps is None else steps.reshape(len(chats), -1).any(-1)
         rows = [row for row, yes in enumerate(asked) if yes]
-        # From torch's generator, so that its seed makes runs repeatable if the server supports
-        # seeds.
+        # Drawn from torch's generator, so that torch's seed makes runs repeatable if the server
+        # supports seeds.
         seeds = torch.randint(2**31 - 1, (len(rows),)).tolist()
         jobs = [partial(self._answer, chats[i], s) for i, s in zip(rows, seeds, strict=True)]
         reasons = torch.full((len(chats),), int(FinishReason.ABORT), dtype=torch.int8)
@@ -141,7 +142,7 @@ class ChatServerPolicy(TensorDictModuleBase):
 
 
 def _sent(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message in the protocol's form: arguments of calls are text."""
+    """Convert a message to the protocol's form: arguments of calls are text."""
     out = {name: message[name] for name in _SENT if name in message}
     calls = []
     for call in calls_of(message):
@@ -152,7 +153,7 @@ def _sent(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _message(answer: ChatAnswer) -> dict[str, Any]:
-    """A server's message in the form of conversations."""
+    """Convert a server's message to the form of conversations."""
     found = answer.message
     reasoning = found.get("reasoning_content") or found.get("reasoning")
     try:

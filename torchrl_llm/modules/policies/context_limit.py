@@ -1,4 +1,4 @@
-"""Prompts that do not fit into the model's context."""
+"""Handles prompts that do not fit into the model's context."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Fitted(NamedTuple):
     """Prompts after :func:`fit_context`.
 
     Attributes:
-        records: ``B`` records, cut where they were truncated.
+        records: ``B`` records, shorter for truncated prompts.
         overlong: ``B`` flags of prompts that did not fit.
         answered: ``B`` flags of prompts that are sent to the model.
     """
@@ -44,8 +44,9 @@ def fit_context(
     Args:
         records: ``B`` prompts.
         max_length: tokens of the context; ``None`` without a limit.
-        max_prompt_length: most tokens of a prompt; ``None`` to limit it by the context only.
-        max_new_tokens: tokens that a truncated prompt leaves free, if the context is large enough.
+        max_prompt_length: most tokens of a prompt; ``None`` if only the context limits it.
+        max_new_tokens: number of tokens that a truncated prompt leaves free, if the context is
+            large enough.
         on_overlong: ``"error"`` raises; ``"drop"`` gives the row an empty, aborted response;
             ``"truncate"`` cuts the beginning of the prompt off.
         asked: ``B`` flags of the rows to answer; the others pass unchanged.
@@ -85,7 +86,7 @@ def fit_context(
 
 
 def longest_prompt(max_length: int | None, max_prompt_length: int | None) -> int | None:
-    """Most tokens of a prompt; ``None`` without a limit.
+    """Return the most tokens of a prompt; ``None`` without a limit.
 
     Args:
         max_length: tokens of the context, of which a response needs at least one.

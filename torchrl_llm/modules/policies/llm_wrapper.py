@@ -1,4 +1,4 @@
-"""Policy over any backend: rows of a tensordict in, answered or scored rows out.
+"""Policy over any backend: takes rows of a tensordict and returns answered or scored rows.
 
 :meth:`LLMWrapperBase.forward` reads rows (:mod:`~torchrl_llm.modules.policies.row_readers`), calls
 the backend, writes columns (:mod:`~torchrl_llm.modules.policies.outputs`) and pads once if
@@ -56,12 +56,12 @@ _READERS: dict[InputMode, type[row_readers.RowReader]] = {
 class LLMWrapperBase(WrapperAttributes, WrapperDistributions, TensorDictModuleBase, TokenScorer):
     """A policy over any :class:`~torchrl_llm.modules.backends.backend_port.Backend`.
 
-    With ``generate=True`` it answers ``(input_mode, "prompt")`` and writes prompt, response and
-    full text or conversation of its mode, ``tokens``, ``log_probs``, ``masks``, ``trace`` and the
-    facts that were registered before it was built (:mod:`torchrl_llm.data.token_facts`); with
-    ``generate=False`` it scores ``(input_mode, "full")``, each row at the temperature and on the
-    kept ids that it records, and writes ``log_probs.full``, ``tokens.full`` and ``masks``. Columns
-    are ragged, one tensor per row, unless ``pad_output``.
+    With ``generate=True`` it answers ``(input_mode, "prompt")``. It writes prompt, response and the
+    full text or conversation of its mode, ``tokens``, ``log_probs``, ``masks``, ``trace``, and the
+    facts that were registered before it was built (:mod:`torchrl_llm.data.token_facts`). With
+    ``generate=False`` it scores ``(input_mode, "full")``, each row at its recorded temperature and
+    on its recorded kept ids. It writes ``log_probs.full``, ``tokens.full`` and ``masks``. Columns
+    are ragged (one tensor per row), unless ``pad_output`` is set.
 
     Subclasses only build the backend.
 
@@ -82,7 +82,7 @@ class LLMWrapperBase(WrapperAttributes, WrapperDistributions, TensorDictModuleBa
     """
 
     COMMON_GENERATION_PARAMS: ClassVar[set[str]] = COMMON_NAMES
-    """Names of generation arguments that every backend takes."""
+    """Names of generation arguments that every backend accepts."""
 
     @take_options
     def __init__(self, backend: Backend, *, tokenizer: Any = None, **options: Any) -> None:
@@ -175,10 +175,10 @@ class LLMWrapperBase(WrapperAttributes, WrapperDistributions, TensorDictModuleBa
         return keys
 
     def get_new_version(self, **changes: Any) -> Self:
-        """The same policy with other arguments; model, tokenizer and backend are shared.
+        """Return this policy with changed arguments; model, tokenizer and backend are shared.
 
-        Keys that were derived from the mode are derived again, and arguments without effect on
-        scoring are dropped with ``generate=False``.
+        Keys that were derived from the mode are derived again. With ``generate=False``, arguments
+        without effect on scoring are dropped.
 
         Args:
             changes: constructor arguments.
@@ -201,7 +201,7 @@ class LLMWrapperBase(WrapperAttributes, WrapperDistributions, TensorDictModuleBa
 
     @property
     def longest_prompt(self) -> int | None:
-        """Most tokens of a prompt, by the context and by ``max_prompt_length``."""
+        """Most tokens of a prompt, limited by the context and by ``max_prompt_length``."""
         return longest_prompt(self.backend.max_length, self.max_prompt_length)
 
     # -- forward ----------------------------------------------------------------------------------
@@ -213,17 +213,17 @@ class LLMWrapperBase(WrapperAttributes, WrapperDistributions, TensorDictModuleBa
         tensordict_out: TensorDictBase | None = None,
         **generate_kwargs: Any,
     ) -> TensorDictBase:
-        """Answer or score the rows; those that an environment will not step get an empty answer.
+        """Answer or score the rows; rows that an environment will not step get an empty answer.
 
         Args:
             tensordict: batch size ``[]``, ``[B]`` or more dimensions; ``"_step"``, if present,
                 flags the rows to answer.
-            tensordict_out: where to write, instead of the output chosen by ``inplace``.
-            generate_kwargs: override those of the constructor, for this call and this caller only;
-                checked and without effect with ``generate=False``.
+            tensordict_out: tensordict to write into, instead of the output chosen by ``inplace``.
+            generate_kwargs: override the arguments of the constructor, for this call and this
+                caller only. With ``generate=False`` they are checked but have no effect.
 
         Returns:
-            The output chosen by ``inplace``; with ``num_samples`` a new one, of batch size
+            The output chosen by ``inplace``; with ``num_samples`` a new tensordict of batch size
             ``[B, n]``.
 
         Raises:
@@ -290,7 +290,7 @@ class LLMWrapperBase(WrapperAttributes, WrapperDistributions, TensorDictModuleBa
         return flat
 
     def _with_closers(self, params: SamplingParams) -> SamplingParams:
-        """Let the chat template's end-of-turn ids end a response, too."""
+        """Add the chat template's end-of-turn ids to the ids that end a response."""
         if self.formatter is None or params.ignore_eos:
             return params
         ends = {*params.stop_token_ids, *self.formatter.stop_token_ids}
@@ -302,7 +302,7 @@ class LLMWrapperBase(WrapperAttributes, WrapperDistributions, TensorDictModuleBa
         answered: Sequence[bool],
         params: Sequence[SamplingParams],
     ) -> list[Completion]:
-        """Completions of all rows, ``num_samples`` for each in turn; unanswered ones are empty."""
+        """Return ``num_samples`` completions of each row, empty ones for unanswered rows."""
         none = Completion(torch.zeros(0, dtype=torch.int64), torch.zeros(0), FinishReason.ABORT)
         found = [[none] * own.num_samples for own in params]
         rows = [row for row, yes in enumerate(answered) if yes]
@@ -313,7 +313,7 @@ class LLMWrapperBase(WrapperAttributes, WrapperDistributions, TensorDictModuleBa
         return [completion for group in found for completion in group]
 
     def _generate(self, asked: list[Tensor], params: SamplingParams) -> list[list[Completion]]:
-        # A seed belongs to one call: merged with others, its draws would depend on them.
+        # A seed belongs to one call: in a merged call, its draws would depend on other requests.
         if self.batcher is None or params.seed is not None:
             return self.backend.generate(asked, params)
         self.backend.check_prompts(asked)
@@ -358,7 +358,7 @@ class LLMWrapperBase(WrapperAttributes, WrapperDistributions, TensorDictModuleBa
         entropy: bool = False,
         extras: ScoreExtras | None = None,
     ) -> TokenScores:
-        """See :meth:`torchrl_llm.data.scoring.TokenScorer.token_scores`; what losses call."""
+        """See :meth:`torchrl_llm.data.scoring.TokenScorer.token_scores`; losses call this."""
         return self.backend.token_scores(
             sequences, select, temperature=temperature, entropy=entropy, extras=extras
         )
@@ -370,7 +370,7 @@ class LLMWrapperBase(WrapperAttributes, WrapperDistributions, TensorDictModuleBa
     def _whole_rows(
         self, tensordict: TensorDictBase, mask_key: NestedKey | None, side: str = "right"
     ) -> scored_rows.WholeRows:
-        """Ids, tokens to score, temperature and kept ids of whole rows."""
+        """Return ids, tokens to score, temperature and kept ids of whole rows."""
         reader = self.reader
         if self.generate:
             reader = copy.copy(reader)
@@ -391,7 +391,7 @@ class LLMWrapperBase(WrapperAttributes, WrapperDistributions, TensorDictModuleBa
         )
 
     def _score_rows(self, blocks: Sequence[TensorDictBase]) -> TensorDict:
-        """The output for rows with ``generate=False``: a dense root with ragged nodes.
+        """Return the output for rows with ``generate=False``: a dense root with ragged nodes.
 
         Requests of several threads are scored together if there is a batcher and no gradients are
         needed.
@@ -419,7 +419,7 @@ class LLMWrapperBase(WrapperAttributes, WrapperDistributions, TensorDictModuleBa
         temperature: float | Tensor,
         supports: Sequence[Support] | None,
     ) -> Tensor:
-        """Log-probs of all tokens but the first of each row, on the CPU."""
+        """Return the log-probs of all tokens but the first of each row, on the CPU."""
         select = [torch.arange(ids.shape[0]) > 0 for ids in token_ids]
         extras = scored_rows.support_extras(supports, select)
         scores = self.token_scores(token_ids, select, temperature=temperature, extras=extras)
@@ -445,15 +445,16 @@ class LLMWrapperBase(WrapperAttributes, WrapperDistributions, TensorDictModuleBa
         """Empty the request queue.
 
         Args:
-            flush: answer what is queued; otherwise its callers get an error.
+            flush: answer the queued requests; otherwise their callers get an error.
         """
         if self.batcher is not None:
             self.batcher.cleanup(flush=flush)
 
     def get_batching_state(self) -> dict[str, Any]:
-        """Whether requests are batched, the settings, and what is queued and running.
+        """Return whether requests are batched, the settings, and the queued and running requests.
 
-        TorchRL's names (``batching_enabled``, ``queue_size``, ``timeout``, ...) are included, too.
+        The result also has TorchRL's names (``batching_enabled``, ``queue_size``, ``timeout``,
+        ...).
         """
         if self.batcher is None:
             return {"batching": False, "batching_enabled": False}

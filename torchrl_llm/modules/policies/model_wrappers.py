@@ -1,4 +1,4 @@
-"""Policies for users: each builds its backend and is an :class:`LLMWrapperBase` over it."""
+"""Policies for users: each is an :class:`LLMWrapperBase` that builds its own backend."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ class TransformersWrapper(LLMWrapperBase):
         tokenizer: a fast tokenizer, its name or path; by default the model's, if the model is given
             by name.
         pad_model_input: score rows padded to one length (``True``), or packed one after the other
-            (``False``); by default the cheapest way for the rows. ``backend.layout`` offers more
-            ways, see :class:`~torchrl_llm.modules.backends.token_scorer.CausalScorer`.
-        device: move the model there.
+            (``False``); by default the cheapest layout for the rows. ``backend.layout`` offers more
+            layouts, see :class:`~torchrl_llm.modules.backends.token_scorer.CausalScorer`.
+        device: move the model to this device.
         full_logits: score with the model's own logits, ``[B, T, V]`` at once, for heads that the
             chunked head does not support.
         **options: see :class:`~torchrl_llm.modules.policies.PolicyOptions`.
 
     Attributes:
-        value_head: the backend's value head, ``None`` without one; see
+        value_head: the backend's value head, or ``None``; see
             :class:`~torchrl_llm.modules.ValueHead`.
 
     Raises:
@@ -128,10 +128,11 @@ def _makes_logits(backend: TransformersBackend) -> bool:
 
 
 class vLLMWrapper(LLMWrapperBase):
-    """Samples and scores with vLLM: the modes, columns and arguments of every other policy.
+    """Samples and scores with vLLM, with the same modes, columns and arguments as other policies.
 
-    It has no parameters and no gradients: it samples, and scores as a reference. New weights arrive
-    through a weight updater (:mod:`torchrl_llm.weights`), or ``backend.update_weights``.
+    The policy has no parameters and no gradients, so it can sample, or score as a reference. New
+    weights arrive through a weight updater (:mod:`torchrl_llm.weights`), or
+    ``backend.update_weights``.
 
     Args:
         model: a model's name or folder, for an engine in this process; a ``vllm.LLM``; the URL of
@@ -139,15 +140,15 @@ class vLLMWrapper(LLMWrapperBase):
             :class:`~torchrl_llm.modules.backends.Backend`, such as engines on Ray
             (:class:`~torchrl_llm.modules.AsyncVLLM`).
         tokenizer: a fast tokenizer, its name or path; by default that of the backend.
-        pad_model_input: no effect, with a warning: vLLM takes rows without padding.
-        device: rejected: the engine chooses its devices.
-        engine_options: further arguments of the backend that is built here: see
+        pad_model_input: has no effect and gives a warning, because vLLM takes rows without padding.
+        device: raises an error if given, because the engine chooses its devices.
+        engine_options: further arguments of the backend that this class builds: see
             :class:`~torchrl_llm.modules.backends.vllm.VLLMBackend` for a name or an engine, and
             :class:`~torchrl_llm.modules.backends.openai.OpenAIBackend` for a URL.
         **options: see :class:`~torchrl_llm.modules.policies.PolicyOptions`.
 
     Raises:
-        MissingExtraError: vLLM is needed and not installed.
+        MissingExtraError: vLLM is not installed.
         ConfigError: for arguments that contradict each other or would have no effect.
         TypeError: for an unknown argument, with the nearest name.
         ResourceError: model or cache do not fit.
@@ -203,26 +204,26 @@ def _engine_or_server(model: Any, tokenizer: Any, options: dict[str, Any]) -> Ba
 class RemoteTransformersWrapper(LLMWrapperBase):
     """:class:`TransformersWrapper` over a model in a Ray actor.
 
-    Templates and tokenizer stay in this process; token ids go to the actor and come back with
-    log-probs, so it supports everything that other policies do. It has no parameters in this
-    process and no gradients: it samples, and scores as a reference or a teacher.
+    Templates and tokenizer stay in this process. Token ids are sent to the actor, which returns ids
+    and log-probs, so this policy supports everything that other policies do. It has no parameters
+    in this process and no gradients, so it can sample, or score as a reference or a teacher.
 
-    Use it in a ``with`` block, or call :meth:`shutdown`. Pickled copies use the same actor. An
-    actor that dies is restarted with the last weights that were sent to it.
+    Use the policy in a ``with`` block, or call :meth:`shutdown`. Pickled copies use the same actor.
+    An actor that dies is restarted with the last weights that were sent to it.
 
     Args:
         model: name or folder of a model, or the pool of an existing ``RemoteTransformersWrapper``.
-        max_concurrency: most concurrent calls of the actor; the model runs them one after the
+        max_concurrency: most concurrent calls to the actor; the model runs the calls one after the
             other.
-        validate_model: check that the model exists before an actor is started.
+        validate_model: check that the model exists before starting an actor.
         actor_name: policies of the same Ray cluster with the same name share one actor, which ends
             with the policy that started it.
         num_gpus: GPUs of the actor; by default one if the cluster has any.
         num_cpus: CPUs of the actor.
         tokenizer: a fast tokenizer, its name or folder; by default the model's.
-        num_replicas: actors with a model each, which share the work.
+        num_replicas: number of actors that share the work, each with its own model.
         device: device of the model; by default the actor's GPU, if it has one.
-        dtype: of the weights.
+        dtype: dtype of the weights.
         timeout_s: most seconds that a call may take.
         start_timeout_s: most seconds that the start may take.
         full_logits: as in :class:`TransformersWrapper`.
@@ -230,8 +231,8 @@ class RemoteTransformersWrapper(LLMWrapperBase):
 
     Raises:
         MissingExtraError: Ray is not installed.
-        ConfigError: a model that is not given by name or cannot be found, or wrong options.
-        ResourceError: Ray is not running, or has less than what is needed.
+        ConfigError: the model is not given by name or cannot be found, or the options are wrong.
+        ResourceError: Ray is not running, or has too few resources.
         WorkerError: the actor did not start in time.
 
     Example:
@@ -300,7 +301,7 @@ class RemoteTransformersWrapper(LLMWrapperBase):
             raise
 
     def shutdown(self) -> None:
-        """Stop the actor. Policies made by :meth:`get_new_version` share it."""
+        """Stop the actor, also for the policies that :meth:`get_new_version` returned."""
         self.backend.shutdown()
 
     def __enter__(self) -> Self:
@@ -323,7 +324,7 @@ def _loaded(tokenizer: Any) -> Any:
 class FakeWrapper(LLMWrapperBase):
     """Answers by script or rule, or by sampling from a tiny bigram model; needs no model.
 
-    For tests, examples and dry runs.
+    This policy is for tests, examples and dry runs.
 
     Args:
         answers: see :class:`~torchrl_llm.modules.backends.fake.FakeBackend`, or an existing

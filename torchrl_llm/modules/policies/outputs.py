@@ -1,7 +1,7 @@
-"""Columns that a policy writes: ragged rows, masks from provenance, padded once.
+"""Columns that a policy writes: ragged rows, with masks from provenance, padded once if requested.
 
 Every column is cut from one flat tensor for the whole batch, which is many times cheaper than
-building it row by row. Nothing here ever compares an id with a pad id.
+building it row by row. This module never compares an id with a pad id.
 
 Shape legend: ``B`` rows, ``S`` tokens of all rows together, ``T_b`` tokens of row ``b``.
 """
@@ -36,22 +36,24 @@ def answered_columns(
     overlong: Sequence[bool],
     log_probs: bool = True,
 ) -> TensorDict:
-    """The columns of answered prompts.
+    """Return the columns of answered prompts.
 
     Args:
         prompts: ``B`` records of the prompts.
         completions: ``B`` answers.
-        records: ``B`` records of both.
+        records: ``B`` records of prompts and answers.
         params: sampling parameters of each.
         names: names of the nodes.
-        unscored: rows whose earlier turns have no known log-probs; these tokens are marked invalid.
-        overlong: rows whose prompt was cut or dropped; earlier turns in it are marked overlong.
+        unscored: rows whose earlier turns have no known log-probs; the tokens of these turns are
+            marked invalid.
+        overlong: rows whose prompt was cut or dropped; earlier turns in the prompt are marked
+            overlong.
         log_probs: whether to write the log-probs.
 
     Returns:
         A dense root ``[B]`` with ragged nodes: tokens, masks, trace, log-probs, registered facts,
-        and the support if it was recorded. A response is a slice of ``full``. Earlier turns whose
-        kept ids are not known (text and token prompts carry none) are marked off support.
+        and the support if it was recorded. A response is a slice of ``full``. Earlier turns without
+        known kept ids (text and token prompts have none) are marked off support.
     """
     lengths = [record.token_ids.shape[0] for record in records]
     sampled = torch.cat([record.source for record in records]) == Source.SAMPLED
@@ -102,12 +104,12 @@ def _node(cls: Any, columns: Mapping[str, Sequence[Tensor]]) -> Any:
 
 
 def _responses(rows: Sequence[Tensor], starts: Sequence[int]) -> list[Tensor]:
-    """The responses of whole rows, views of them."""
+    """Return the responses of whole rows, as views."""
     return [row[start:] for row, start in zip(rows, starts, strict=True)]
 
 
 def _added_nodes(records: Sequence[TokenRecord], starts: Sequence[int]) -> dict[str, Any]:
-    """The nodes of registered facts."""
+    """Return the nodes of registered facts."""
     columns: dict[tuple[str, str], Sequence[Tensor]] = {}
     for fact in token_facts.added_facts():
         rows = [record.facts[fact.name] for record in records]
@@ -140,7 +142,7 @@ def _mask_reasons(
     lengths: Sequence[int],
     earlier: Mapping[MaskReason, Sequence[bool]],
 ) -> list[Tensor]:
-    """A reason per token; ``earlier`` flags rows whose prompt's sampled tokens get another one."""
+    """Return a reason per token; ``earlier`` sets the reason of sampled tokens in prompts."""
     flat = torch.where(sampled, int(MaskReason.TRAINED), int(MaskReason.NOT_SAMPLED)).to(torch.int8)
     rows = list(flat.split(lengths))
     masks = sampled.split(lengths)
@@ -157,12 +159,12 @@ def _mask_reasons(
 def scored_columns(
     token_ids: Sequence[Tensor], assistant: Sequence[Tensor], log_probs: Tensor, names: KeyNames
 ) -> TensorDict:
-    """The columns of scored rows.
+    """Return the columns of scored rows.
 
     Args:
         token_ids: ``B`` int64 tensors ``[T_b]``.
         assistant: ``B`` bool tensors ``[T_b]``.
-        log_probs: float32, all but the first token of each row, row after row.
+        log_probs: float32, for all tokens but the first of each row, row after row.
         names: names of the nodes.
 
     Returns:
@@ -188,12 +190,12 @@ def pad_columns(
 ) -> TensorDict:
     """Make the ragged nodes dense, so that ``full[:, P:]`` is the response.
 
-    Prompts are padded on the left to ``P`` tokens, responses on the right; ``full`` and the columns
-    aligned with it hold both, one after the other. Kept ids are padded on the right.
+    Prompts are padded on the left to ``P`` tokens, responses on the right. ``full`` and the columns
+    aligned with it contain the prompt, then the response. Kept ids are padded on the right.
 
     Args:
-        flat: result of the other functions here.
-        pad_token_id: fills token columns; the masks alone tell what is padding.
+        flat: result of :func:`answered_columns` or :func:`scored_columns`.
+        pad_token_id: fills token columns. Only the masks identify the padding.
         names: names of the nodes.
         places: bool ``[B, T]``, positions of the tokens of ``full``, for rows without a response.
     """
@@ -223,10 +225,10 @@ def pad_columns(
 
 
 def _rows_of(dense: dict[str, Tensor]) -> dict[str, Sequence[Tensor]]:
-    """Rows of one length, for a lazy stack.
+    """Return rows of one length, for a lazy stack.
 
-    Assignments to a row of a mask must reach the batch, which they do not in a dense node; and an
-    environment's ragged next prompts must fit into the node of an added fact.
+    A dense node would not work: an assignment to a row of a mask would not reach the batch, and the
+    ragged next prompts of an environment would not fit into the node of an added fact.
     """
     return {column: rows.unbind(0) for column, rows in dense.items()}
 

@@ -1,4 +1,4 @@
-"""Arguments of policies: those of every constructor, and those of generation."""
+"""Arguments of policies: of every constructor, and of generation."""
 
 from __future__ import annotations
 
@@ -29,71 +29,75 @@ _NAMES = json.loads(Path(__file__).with_name("argument_names.json").read_text(en
 _OF_A_MODE: dict[str, tuple[str, Any]] = _NAMES["of_a_mode"]
 # Arguments that TorchRL accepts in every mode, so that one dictionary works for all modes.
 _TAKEN_IN_EVERY_MODE = {"tokenizer_kwargs", "chat_template_name", "chat_template"}
-# Arguments of TorchRL's wrappers for generate() of transformers or for vLLM, not used here.
+# Arguments of TorchRL's wrappers for generate() of transformers or for vLLM; they have no effect.
 _WITHOUT_EFFECT: dict[str, str] = _NAMES["without_effect"]
-# Tokenizer settings of TorchRL's wrappers that are always in effect here.
+# Tokenizer settings of TorchRL's wrappers that always apply.
 _TOKENIZER_NEUTRAL: dict[str, Any] = _NAMES["tokenizer_neutral"]
-# The arguments of sampling are the fields of SamplingParams, two of them with different names.
+# The sampling arguments are the fields of SamplingParams, two of them under different names.
 _COMMON = {field.name for field in fields(SamplingParams)} - {"stop", "native"}
 _COMMON |= {"stop_sequences", "num_return_sequences", "do_sample", "skip_special_tokens"}
 _COMMON |= {"logprobs", *_NAMES["beams"]}
 COMMON_NAMES = {*_COMMON}
-"""Names of generation arguments that every backend takes."""
+"""Names of generation arguments that every backend accepts."""
 
 
 @checked
 @dataclass(frozen=True, kw_only=True)
 class PolicyOptions:
-    """Arguments that every policy takes next to its model and its tokenizer.
+    """Arguments that every policy accepts in addition to its model and tokenizer.
 
-    This is their only list. Constructors take them by name; ``take_options`` adds them to the
-    constructors' signatures.
+    This class is their only list. Constructors accept them by name; ``take_options`` adds them to
+    the signatures of the constructors.
 
     Args:
-        input_mode: what the rows hold: ``"history"``, ``"text"`` or ``"tokens"``.
-        input_key: their key, by default ``(input_mode, "prompt")``, or ``"full"`` to score.
-        attention_mask_key: mask of padded token prompts, read in tokens mode where it is present.
+        input_mode: content of the rows: ``"history"``, ``"text"`` or ``"tokens"``.
+        input_key: key of the rows, by default ``(input_mode, "prompt")``, or ``(input_mode,
+            "full")`` to score.
+        attention_mask_key: key of the mask of padded token prompts; read in tokens mode if it
+            exists.
         generate: sample, or score existing text.
         generate_kwargs: see :func:`parse_generate_kwargs`; each call may override them.
         tokenizer_kwargs: arguments of the tokenizer's call on text (text mode); by default no
-            special token is added. Those that TorchRL sets itself (``return_tensors="pt"``,
+            special token is added. The arguments that TorchRL sets itself (``return_tensors="pt"``,
             ``return_attention_mask=True``, ``padding=True``, ``padding_side="left"``) are accepted
-            and change nothing: ids are not padded before the model.
-        pad_output: write dense columns, ``full`` as TorchRL does: prompts padded on the left to
-            ``P`` tokens and responses on the right, so that ``full[:, P:]`` is the response.
+            and have no effect: ids are not padded before the model.
+        pad_output: write dense columns. As in TorchRL, ``full`` has prompts padded on the left to
+            ``P`` tokens and responses padded on the right, so that ``full[:, P:]`` is the response.
             Buffers of ragged rows, joined turns and training steps remove the padding again.
         inplace: ``True`` writes into the input (the default without ``num_samples``), ``"empty"``
-            into an empty one of its kind, ``False`` into a new one.
-        layout: ``None`` or ``torch.strided``; jagged rows cannot be indexed and are not offered.
+            into an empty tensordict of the same kind, ``False`` into a new one.
+        layout: ``None`` or ``torch.strided``. Jagged rows are not supported, because they cannot be
+            indexed.
         num_samples: responses per prompt; the output gets a second dimension, ``[B, n]``.
         chat_template_name: name of a registered chat template.
         chat_template: a Jinja template; the tokenizer's own by default.
         template_kwargs: variables of the template, such as ``enable_thinking``.
         tools: tools of every conversation.
-        on_rewrite: what to do if the template rewrites history, see
+        on_rewrite: what happens if the template rewrites history, see
             :class:`~torchrl_llm.data.text.ChatFormatter`.
-        return_log_probs: write the sampled log-probs (the default).
+        return_log_probs: whether to write the sampled log-probs; true by default.
         history_key: name of the conversations.
         text_key: name of the text columns.
         tokens_key: name of the token columns.
         masks_key: name of the masks.
         log_probs_key: name of the log-probs.
         trace_key: name of the provenance columns.
-        support_key: name of the ids that truncated sampling kept; written with
+        support_key: name of the ids that truncated sampling kept; they are written with
             ``generate_kwargs={"record_support": True}``.
         batching: run requests of several threads together; by default on if a size is given.
         min_batch_size: prompts to wait for.
         max_batch_size: most prompts of one call of the model.
-        batching_timeout: seconds after which a request runs with those that have arrived.
-        prefer_tokens: use known ids (a chat's record, ``tokens.prompt`` that spells the text)
-            instead of encoding again. ``False`` always encodes.
-        on_overlong: prompts that leave no room in the context: ``"error"``, ``"drop"`` (an empty,
-            aborted response) or ``"truncate"`` (from the left); counted in ``overlong_counts``.
-        max_prompt_length: most tokens of a prompt; ``None`` to limit it by the context only.
+        batching_timeout: seconds after which a request runs with the requests that have arrived.
+        prefer_tokens: use known ids (a chat's record, or a ``tokens.prompt`` that decodes to the
+            text) instead of encoding again. ``False`` always encodes.
+        on_overlong: what happens to prompts that leave no room in the context: ``"error"``,
+            ``"drop"`` (an empty, aborted response) or ``"truncate"`` (from the left).
+            ``overlong_counts`` counts them.
+        max_prompt_length: most tokens of a prompt; ``None`` if only the context limits it.
         policy_version: version of the weights, written into the trace of every sampled token.
 
     Raises:
-        ConfigError: for a value that is impossible or would have no effect.
+        ConfigError: a value is impossible or would have no effect.
     """
 
     input_mode: InputMode = "history"
@@ -139,7 +143,7 @@ class PolicyOptions:
         check_mode(self.input_mode, self.layout, vars(self))
 
     def changed(self, changes: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments of a policy with some changes; arguments that lose their effect are left out.
+        """Return a policy's arguments with some changes, without arguments that lose their effect.
 
         Args:
             changes: names and values.
@@ -154,14 +158,14 @@ class PolicyOptions:
 
 
 def take_options(constructor: Callable[..., None]) -> Callable[..., None]:
-    """Let a policy's constructor with ``**options`` take the arguments listed above by name.
+    """Let a policy's constructor with ``**options`` accept the arguments listed above by name.
 
-    They are added to its signature, which ``inspect``, notebook help and the reference pages read.
-    An unknown name raises a ``TypeError`` with the nearest known name, before a model is loaded or
-    an engine started.
+    The arguments are added to the signature of the constructor, which ``inspect``, notebook help
+    and the reference pages read. An unknown name raises a ``TypeError`` with the nearest known
+    name, before a model is loaded or an engine starts.
 
     Args:
-        constructor: an ``__init__``; one without ``**options`` is not changed.
+        constructor: an ``__init__``; it is not changed if it has no ``**options``.
     """
     shown = inspect.signature(constructor)
     own = [p for p in shown.parameters.values() if p.kind is not p.VAR_KEYWORD]
@@ -218,9 +222,9 @@ class GenerationArguments:
 
     Args:
         params: how to sample; ``num_samples`` is 1 unless it was given.
-        skip_special_tokens: leave special tokens out of the text columns.
+        skip_special_tokens: whether to leave special tokens out of the text columns.
         log_probs: whether the log-probs are written; ``None`` if the arguments do not set it.
-        num_samples: as given, ``None`` if it was not given.
+        num_samples: as given; ``None`` if it was not given.
     """
 
     params: SamplingParams
@@ -230,15 +234,14 @@ class GenerationArguments:
 
 
 def common_names(kwargs: Mapping[str, Any], backend: Backend) -> dict[str, Any]:
-    """Generation arguments under the common names, without those that have no effect.
+    """Return generation arguments under the common names, without those that have no effect.
 
     Args:
         kwargs: see :func:`parse_generate_kwargs`.
         backend: see :func:`parse_generate_kwargs`.
 
     Raises:
-        ConfigError: for two values of the same argument, or fewer ends of a response than the model
-            has.
+        ConfigError: an argument has two values, or end ids of the model are missing.
 
     Example:
         >>> from torchrl_llm.modules.backends import FakeBackend
@@ -276,7 +279,7 @@ def parse_generate_kwargs(kwargs: Mapping[str, Any], backend: Backend) -> Genera
     ``skip_special_tokens``, ``logprobs``; further names are those of ``backend.native_arguments``.
     ``max_tokens`` and ``n``, vLLM's names, mean ``max_new_tokens`` and ``num_return_sequences``, as
     in TorchRL; ``eos_token_id`` means ``stop_token_ids`` and must include the model's own ids.
-    TorchRL's names without effect here are dropped with a warning.
+    TorchRL's names without effect in torchrl_llm are dropped with a warning.
 
     Args:
         kwargs: names and values; ``None`` means "not given", as everywhere in transformers.
@@ -336,18 +339,18 @@ def settle_generation(
     num_samples: int | None,
     return_log_probs: bool | None,
 ) -> GenerationArguments:
-    """A policy's generation arguments, including those that its constructor takes by name.
+    """Return a policy's generation arguments, including those that its constructor takes by name.
 
     Args:
         kwargs: see :func:`parse_generate_kwargs`.
         backend: see :func:`parse_generate_kwargs`.
-        generate: whether the policy samples at all; otherwise the arguments are checked but have no
-            effect, so that a sampling and a scoring policy can share one dictionary.
+        generate: whether the policy samples. If not, the arguments are checked but have no effect,
+            so that a sampling and a scoring policy can share one dictionary.
         num_samples: argument of the constructor.
         return_log_probs: argument of the constructor.
 
     Raises:
-        ConfigError: for two values of the same argument, or arguments without effect.
+        ConfigError: an argument has two values or no effect.
     """
     if not generate and return_log_probs is False:
         raise ConfigError(
@@ -372,15 +375,16 @@ def settle_generation(
 def override_generation(
     kwargs: Mapping[str, Any], backend: Backend, own: GenerationArguments
 ) -> GenerationArguments:
-    """Generation arguments of one call.
+    """Return the generation arguments of one call.
 
     Args:
-        kwargs: those of the constructor, overridden by those of the call.
+        kwargs: arguments of the constructor, overridden by arguments of the call.
         backend: see :func:`parse_generate_kwargs`.
         own: the policy's arguments from construction.
 
     Raises:
-        ConfigError: for an argument that shapes the output, which is fixed at construction.
+        ConfigError: an argument would change the form of the output, which is fixed at
+            construction.
     """
     arguments = settle_generation(kwargs, backend, True, own.num_samples, own.log_probs)
     for name, now, before in (

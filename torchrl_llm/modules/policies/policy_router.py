@@ -1,8 +1,8 @@
-"""Several policies behind one: each row is answered by the policy of its player.
+"""A policy that contains several: each row is answered by the policy of its player.
 
-Rows name their player in ``"agent"`` (:mod:`torchrl_llm.envs.players`). :class:`PolicyRouter` looks
-like a policy to collectors, to :func:`~torchrl_llm.evaluation.evaluate` and to weight updaters; the
-policies in it may be different models, adapters on one, or the same one twice.
+Rows name their player in ``"agent"`` (:mod:`torchrl_llm.envs.players`). Collectors,
+:func:`~torchrl_llm.evaluation.evaluate` and weight updaters use a :class:`PolicyRouter` as a
+policy. The policies in it may be different models, adapters on one model, or the same model twice.
 
 Shape legend: ``B`` rows.
 """
@@ -40,7 +40,7 @@ def derived_seed(seed: int, *parts: Any) -> int:
         parts: the purpose: a name, a count.
 
     Returns:
-        A seed in ``[0, 2**31)``, unrelated to the seeds of different parts.
+        A seed in ``[0, 2**31)``, independent of the seeds for other parts.
 
     Example:
         >>> derived_seed(0, "X", 1) == derived_seed(0, "X", 1), derived_seed(0, "X", 1) % 1000
@@ -51,7 +51,7 @@ def derived_seed(seed: int, *parts: Any) -> int:
 
 
 class CallCounts:
-    """Numbers of calls of each player's policy; a router's seeds continue from them on resume.
+    """Number of calls of each player's policy; a resumed router derives its next seeds from them.
 
     Args:
         names: names of the players.
@@ -65,10 +65,10 @@ class CallCounts:
         return dict(self.counts)
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue where :meth:`state_dict` was taken.
+        """Restore the state of :meth:`state_dict`.
 
         Raises:
-            CheckpointError: it is for different players.
+            CheckpointError: the state belongs to different players.
         """
         if set(state) != set(self.counts):
             raise CheckpointError(
@@ -81,22 +81,23 @@ class CallCounts:
 class PolicyRouter(TensorDictModuleBase):
     """Passes each row to the policy of its player.
 
-    Rows that ``"_step"`` leaves out get an empty answer, as with any policy. A policy without rows
-    to answer is not called.
+    Rows that ``"_step"`` excludes get an empty answer, as with any policy. A policy without rows to
+    answer is not called.
 
     Args:
         policies: the policy of each player, by the player's name. One policy may serve several
             players.
-        seed: base of the sampling seeds: each call of each player has a separate seed, derived by
-            hashing. Without it, policies sample as they do outside a router.
+        seed: base of the sampling seeds. Each call of each player has a separate seed, derived by
+            hashing. ``None`` does not change how the policies sample.
 
     Attributes:
         policies: as given.
-        asked: the wrappers that answer, one for each different policy, which share its weights.
+        asked: the wrappers that answer, one per different policy, which share the weights of the
+            policy.
         calls: number of calls of each player's policy, part of a checkpoint.
 
     Raises:
-        ConfigError: there are no policies, or one is not a policy.
+        ConfigError: there are no policies, or a value is not a policy.
 
     Example:
         >>> from torchrl_llm.envs.games import TicTacToeForTwoEnv
@@ -135,7 +136,7 @@ class PolicyRouter(TensorDictModuleBase):
             policies: as in the constructor.
         """
         self.policies = dict(policies)
-        # As submodules, they are found once each by collectors and optimizers.
+        # These are submodules, so that collectors and optimizers find each of them once.
         distinct = list(dict.fromkeys(policies.values()))
         self._distinct = nn.ModuleList(distinct)
         self.asked = [policy.get_new_version(inplace=False) for policy in distinct]
@@ -170,7 +171,7 @@ class PolicyRouter(TensorDictModuleBase):
         return tensordict
 
     def _rows(self, td: TensorDictBase, size: int) -> dict[str, list[int]]:
-        """The rows that each player has to answer; players without any are left out."""
+        """Return the rows that each player has to answer, without players that have none."""
         names = td.get(AGENT_KEY, None)
         if names is None:
             raise DataError(
@@ -206,13 +207,13 @@ class PolicyRouter(TensorDictModuleBase):
 
 
 def _merged(nodes: Sequence[Any], places: Sequence[tuple[int, int]], given: Any = None) -> Any:
-    """A column merged from the rows of several answers.
+    """Merge the rows of several answers into a column.
 
     Args:
         nodes: the column of each answer.
-        places: answer and row of it, for each row.
-        given: the existing column of the rows, if any; unanswered rows keep it, and are empty
-            without it.
+        places: for each row, the index of an answer and of a row in it.
+        given: the existing column of the rows, if any. Unanswered rows keep their value, or are
+            empty without such a column.
     """
     if is_tensorclass(nodes[0]) and not is_non_tensor(nodes[0]):
         plain = [node._tensordict for node in nodes]
@@ -251,7 +252,7 @@ def _merged(nodes: Sequence[Any], places: Sequence[tuple[int, int]], given: Any 
 
 
 def _emptied(row: TensorDictBase) -> TensorDictBase:
-    """A row like the given one, without tokens."""
+    """Return a row like the given one, without tokens."""
     return TensorDict(
         {name: value[:0] if value.ndim else value for name, value in row.items()}, batch_size=[]
     )

@@ -1,7 +1,7 @@
-"""Any batch shape as a list of one-dimensional blocks of rows, and results back into that shape.
+"""Splits any batch shape into one-dimensional blocks of rows, and restores it for results.
 
-Ragged columns can be read from one-dimensional batches only; ``[]``, ``[B]`` and ``[B, n]`` inputs
-all become blocks here, so that readers and writers never see a batch shape.
+Ragged columns can be read only from one-dimensional batches. This module converts ``[]``, ``[B]``
+and ``[B, n]`` inputs to blocks, so that readers and writers do not depend on the batch shape.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from torchrl_llm.data.ragged import lazy_rows, read_rows
 
 
 def flat_blocks(td: TensorDictBase) -> list[TensorDictBase]:
-    """One-dimensional blocks that hold the rows of a batch in row-major order.
+    """Return one-dimensional blocks that contain the rows of a batch in row-major order.
 
     Args:
-        td: any batch size; views, nothing is copied.
+        td: rows of any batch size; the blocks are views.
     """
     if td.batch_dims == 0:
         return [lazy_rows([td])]
@@ -39,17 +39,17 @@ def flat_blocks(td: TensorDictBase) -> list[TensorDictBase]:
 
 
 def tensor_rows(blocks: Sequence[TensorDictBase], key: NestedKey) -> list[Tensor] | None:
-    """The tensors of a column, one per row; ``None`` when a block lacks it."""
+    """Return the tensors of a column, one per row; ``None`` if a block lacks it."""
     return _joined([read_rows(block, key, None) for block in blocks])
 
 
 def object_rows(blocks: Sequence[TensorDictBase], key: tuple[str, ...]) -> list[Any] | None:
-    """The Python objects of a column, one per row; ``None`` when a block lacks it."""
+    """Return the Python objects of a column, one per row; ``None`` if a block lacks it."""
     return _joined([_objects(block, key) for block in blocks])
 
 
 def _joined(parts: Sequence[list[Any] | None]) -> list[Any] | None:
-    """The rows of all parts, ``None`` if a part has none."""
+    """Return the rows of all parts; ``None`` if a part has none."""
     return None if any(p is None for p in parts) else [row for part in parts for row in part]
 
 
@@ -67,17 +67,18 @@ def _objects(node: Any, key: tuple[str, ...]) -> list[Any] | None:
 
 def _leaf_values(leaf: Any) -> list[Any]:
     if not isinstance(leaf, NonTensorData):
-        # TorchRL's step_mdp reads a column through its tensorclass, and leaves a list in its place.
+        # TorchRL's step_mdp reads a column through its tensorclass, and replaces the column by a
+        # list.
         return list(leaf) if isinstance(leaf, list) else leaf.tolist()
     count = leaf.batch_size.numel() if leaf.batch_size else 1
-    # With set_list_to_stack(False) one cell holds a list for the whole batch.
+    # With set_list_to_stack(False), one cell contains a list for the whole batch.
     if leaf.batch_size and isinstance(leaf.data, (list, np.ndarray)) and len(leaf.data) == count:
         return list(leaf.data if isinstance(leaf.data, list) else leaf.data.tolist())
     return [leaf.data] * count
 
 
 def chat_rows(blocks: Sequence[TensorDictBase], key: tuple[str, ...]) -> list[Any] | None:
-    """The conversations of a ``History`` column, one per row; ``None`` when a block lacks it."""
+    """Return the conversations of a ``History``, one per row; ``None`` if a block lacks it."""
     return object_rows(blocks, (*key, "messages"))
 
 
@@ -85,9 +86,10 @@ def deliver(target: TensorDictBase, flat: TensorDict, *, merge: bool) -> None:
     """Write the rows of a flat result into a batch of any shape.
 
     Args:
-        target: batch to write into; its rows in row-major order are those of ``flat``.
+        target: batch to write into; its rows, in row-major order, correspond to the rows of
+            ``flat``.
         flat: one-dimensional result: dense root, nodes of columns.
-        merge: set only the columns of each node; otherwise a node replaces the existing one.
+        merge: set only the columns of each node. Otherwise a node replaces the existing node.
     """
     if target.batch_dims == 0:
         _set(target, flat[0], merge=merge)
@@ -114,7 +116,8 @@ def _set(target: TensorDictBase, values: TensorDictBase, *, merge: bool) -> None
             continue
         node, new = _plain(present), _plain(value)
         if isinstance(new, LazyStackedTensorDict) and not isinstance(node, LazyStackedTensorDict):
-            # A dense node cannot hold ragged columns: its rows and theirs are joined in a new node.
+            # A dense node cannot contain ragged columns, so the rows of both are joined in a new
+            # node.
             target.set(name, _as(present, _joined_rows(node, new)))
         else:
             _merge(node, new)
@@ -128,15 +131,15 @@ def _set_nested(target: TensorDictBase, flat: TensorDict, *, merge: bool) -> Non
             continue
         joins = merge and present is not None
         node = _joined_rows(_plain(present), _plain(value)) if joins else _plain(value)
-        # TensorDict stacks nested ragged rows of tensordicts, but not of tensorclasses: the class
-        # goes outside. And TorchRL's step_mdp pairs the parts of old and new nodes, for any
+        # TensorDict stacks nested ragged rows of tensordicts, but not of tensorclasses, so the
+        # class wraps the stack. TorchRL's step_mdp pairs the parts of old and new nodes, for any
         # dimension.
         shaped = nest(node, target.batch_size, like=_plain(present))
         target.set(name, _as(present if joins else value, shaped))
 
 
 def _as(like: Any, node: TensorDictBase) -> Any:
-    """A node in the class of ``like``."""
+    """Return a node in the class of ``like``."""
     return type(like)._from_tensordict(node) if is_tensorclass(like) else node
 
 
@@ -145,7 +148,7 @@ def _plain(node: Any) -> Any:
 
 
 def _joined_rows(node: TensorDictBase, values: TensorDictBase) -> TensorDictBase:
-    """The columns of a node of any shape and those of a flat one, row by row."""
+    """Join the columns of a node of any shape with those of a flat node, row by row."""
     held = [row for block in flat_blocks(node) for row in block.unbind(0)]
     return lazy_rows(
         [row.copy().update(new) for row, new in zip(held, values.unbind(0), strict=True)]
@@ -163,12 +166,12 @@ def _merge(node: TensorDictBase, values: TensorDictBase) -> None:
 
 
 def nest(flat: Any, shape: torch.Size, like: Any = None) -> Any:
-    """A flat result in a batch shape; dimensions beyond the first are lazy stacks over blocks.
+    """Give a flat result a batch shape; dimensions after the first are lazy stacks of blocks.
 
     Args:
         flat: batch size ``[N]``.
         shape: its product is ``N``.
-        like: node whose stacking is copied, if it is a lazy stack of this shape.
+        like: node whose structure of stacks is copied, if it is a lazy stack of this shape.
     """
     if len(shape) == 0:
         return flat[0]

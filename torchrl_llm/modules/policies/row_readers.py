@@ -1,7 +1,7 @@
-"""Readers of the three input modes: rows of a tensordict in, token ids with their record out.
+"""Readers of the three input modes: they turn rows of a tensordict into token records.
 
-A reader also writes the view of its mode (conversations, text); no other part of the wrappers
-depends on the mode. Known ids are never encoded again.
+A reader also writes the view of its mode (conversations, text). No other part of the wrappers
+depends on the mode. Text with known ids is never encoded again.
 
 Shape legend: ``B`` rows, ``T_b`` tokens of row ``b``, ``P_b`` of its prompt.
 """
@@ -53,11 +53,11 @@ class KeyNames:
 
     @classmethod
     def of(cls, options: Any) -> KeyNames:
-        """Names from a policy's options, each as ``<name>_key``."""
+        """Read the names from a policy's options, where each is ``<name>_key``."""
         return cls(**{f.name: getattr(options, f"{f.name}_key") for f in fields(cls)})
 
     def prompt_key(self, fact: TokenFact) -> tuple[str, str]:
-        """Key of a fact's values for the prompt; a registered fact has its own node."""
+        """Return the key of a fact's values for the prompt; a registered fact has its own node."""
         node, column = fact.prompt_key
         return getattr(self, node) if fact.name in RECORD_COLUMNS else node, column
 
@@ -65,8 +65,8 @@ class KeyNames:
 class TextCodec:
     """Encodes and decodes batches of text with one tokenizer, from any thread.
 
-    Text is assumed to be complete: nothing is added (a chat template writes its own first token),
-    and special-token strings become special tokens, because rendered conversations contain them.
+    Text must be complete: the codec adds no token (a chat template writes its own first token).
+    Special-token strings become special tokens, because rendered conversations contain them.
 
     Args:
         tokenizer: a fast tokenizer.
@@ -75,7 +75,7 @@ class TextCodec:
         skip_special_tokens: leave special tokens out of decoded text.
 
     Raises:
-        ConfigError: for other arguments; padding belongs to the output, ``pad_output=True``.
+        ConfigError: for other arguments. For padding, use ``pad_output=True``.
     """
 
     def __init__(
@@ -103,11 +103,11 @@ class TextCodec:
         return [torch.as_tensor(row, dtype=torch.int64) for row in rows]
 
     def encode_continuation(self, text: str) -> Tensor:
-        """Ids of text that continues other text, int64 ``[T]``: no prefix space is added."""
+        """Encode text that continues other text, without a prefix space: int64 ``[T]``."""
         return torch.from_numpy(self._codec.encode(Piece(text, continues=True)).ids.copy())
 
     def decode(self, rows: Sequence[Tensor]) -> list[str]:
-        """The text of each row; equal rows are decoded once."""
+        """Return the text of each row; equal rows are decoded once."""
         keys = [ids.numpy().tobytes() for ids in rows]
         different = dict(zip(keys, rows, strict=True))
         texts = {key: self._decode(ids.tolist()) for key, ids in different.items()}
@@ -116,7 +116,7 @@ class TextCodec:
     def decode_longer(
         self, rows: Sequence[Tensor], known: Sequence[Tensor], texts: Sequence[str]
     ) -> list[str]:
-        """The text of each row, given the text of its beginning.
+        """Return the text of each row, given the text of its beginning.
 
         Args:
             rows: ``B`` int64 tensors ``[T_b]``.
@@ -144,8 +144,8 @@ class Prompts(NamedTuple):
     Attributes:
         records: ``B`` records of the prompts.
         chats: the conversations, in history mode.
-        unscored: ``B`` flags: earlier turns of this row were sampled, but their log-probs are not
-            known.
+        unscored: ``B`` flags: whether earlier turns of the row were sampled with log-probs that are
+            not known.
     """
 
     records: list[TokenRecord]
@@ -153,7 +153,7 @@ class Prompts(NamedTuple):
     unscored: list[bool]
 
     def repeat(self, times: int) -> Prompts:
-        """Each prompt repeated that many times, one after the other."""
+        """Return each prompt repeated that many times, one after the other."""
         if times == 1:
             return self
         return Prompts(
@@ -182,7 +182,7 @@ class RowReader(ABC):
         names: names of the other nodes.
         formatter: formatter of conversations; history mode only.
         codec: codec of text; optional in tokens mode.
-        prefer_tokens: use known ids instead of encoding text again.
+        prefer_tokens: whether to use known ids instead of encoding text again.
     """
 
     views: ClassVar[tuple[str, ...]] = ()
@@ -199,20 +199,20 @@ class RowReader(ABC):
 
     @abstractmethod
     def read_prompts(self, blocks: Blocks) -> Prompts:
-        """The prompts of all rows."""
+        """Read the prompts of all rows."""
 
     @abstractmethod
     def read_sequences(self, blocks: Blocks) -> Sequences:
-        """The whole conversations of all rows."""
+        """Read the whole conversations of all rows."""
 
     def parse(self, prompts: Prompts, completions: Sequence[Completion]) -> list[dict] | None:
-        """The answers as messages; ``None`` in modes that have none."""
+        """Return the answers as messages; ``None`` in modes without messages."""
         return None
 
     def view(
         self, prompts: Prompts, records: Sequence[TokenRecord], messages: list[dict] | None
     ) -> dict[str, Any]:
-        """Nodes specific to the mode, by name.
+        """Return the nodes specific to the mode, by name.
 
         Args:
             prompts: the answered prompts.
@@ -222,7 +222,7 @@ class RowReader(ABC):
         return {}
 
     def scored_view(self, sequences: Sequences, blocks: Blocks) -> dict[str, Any]:
-        """Nodes specific to the mode for scored rows, by name.
+        """Return the nodes specific to the mode for scored rows, by name.
 
         Args:
             sequences: the scored rows.
@@ -243,9 +243,9 @@ class RowReader(ABC):
 
     @staticmethod
     def _turns(blocks: Blocks, count: int) -> list[int]:
-        """Number of turns of each conversation, if an environment counts them; else zeros.
+        """Return each conversation's number of turns if an environment counts them; else zeros.
 
-        The conversation itself is not enough: a fork may have cut it.
+        The turns in the conversation itself are not enough, because a fork may have removed some.
         """
         rows = tensor_rows(blocks, "turn")
         if rows is None or any(row.numel() != 1 or row.is_floating_point() for row in rows):
@@ -258,7 +258,7 @@ class RowReader(ABC):
         return rows
 
     def read_support(self, blocks: Blocks, sequences: Sequence[Tensor]) -> list[Support] | None:
-        """Ids that sampling kept for each token of whole rows; ``None`` if they were not recorded.
+        """Read the ids that sampling kept for each token of whole rows; ``None`` if not recorded.
 
         Args:
             blocks: the rows.
@@ -280,7 +280,7 @@ class RowReader(ABC):
         return [Support(i[: int(c.sum())], c) for i, c in zip(ids, counts, strict=True)]
 
     def _stored_assistant(self, blocks: Blocks, sequences: Sequence[Tensor]) -> list[Tensor]:
-        """Assistant masks from the columns next to the ids: trace, mask, or the prompt's length."""
+        """Derive assistant masks from other columns: trace, mask, or the prompt's length."""
         names = self.names
         sources = self.unpadded(blocks, (names.trace, "source"))
         if sources is not None and are_aligned(sources, sequences):
@@ -301,10 +301,10 @@ class RowReader(ABC):
     def read_places(
         self, blocks: Blocks, sequences: Sequence[Tensor], side: Literal["left", "right"] = "right"
     ) -> Tensor:
-        """Positions of the tokens of whole rows in a dense column, bool ``[B, T]``.
+        """Return the positions of the tokens of whole rows in a dense column, bool ``[B, T]``.
 
         Args:
-            blocks: the rows. For padded rows, the attention mask has the positions.
+            blocks: the rows. The attention mask of padded rows contains the positions.
             sequences: ``B`` int64 tensors ``[T_b]``, their ids.
             side: side on which ragged rows are padded.
         """
@@ -317,7 +317,7 @@ class RowReader(ABC):
         return pad_rows(ones, False, side=side)
 
     def unpadded(self, blocks: Blocks, key: NestedKey) -> list[Tensor] | None:
-        """A column over whole rows; the mask removes the padding of a dense one."""
+        """Read a column over whole rows; the mask removes the padding of a dense column."""
         rows = tensor_rows(blocks, key)
         for masks in [] if rows is None else self._attention(blocks):
             if are_aligned(masks, rows):
@@ -325,7 +325,7 @@ class RowReader(ABC):
         return rows
 
     def _attention(self, blocks: Blocks) -> Iterator[list[Tensor]]:
-        """The rows' attention masks, bool ``[T_b]``: of this package, then of the input."""
+        """Return the rows' attention masks, bool ``[T_b]``: of this package, else of the input."""
         for key in ((self.names.masks, "all_attention_mask"), self.names.attention_mask):
             masks = tensor_rows(blocks, key)
             if masks is not None:
@@ -339,7 +339,7 @@ class HistoryRows(RowReader):
     scored_views = ("history", "text")
 
     def read_prompts(self, blocks: Blocks) -> Prompts:
-        """Records of the prompts: reused, extended, or encoded if there is none."""
+        """Return the records of the prompts: reused, extended, or newly encoded."""
         chats = self._known(chat_rows(blocks, self.key))
         records: list[TokenRecord | None] = [None] * len(chats)
         begun = [
@@ -356,7 +356,8 @@ class HistoryRows(RowReader):
     def _encode_new(
         self, chats: list[Chat], records: list[TokenRecord | None], turns: Sequence[int]
     ) -> None:
-        # The repeats of a group follow each other and are one conversation: encode it once.
+        # The repeats of a group follow each other and are the same conversation, which is encoded
+        # once.
         new: list[Chat] = []
         place: dict[int, int] = {}
         for row, record in enumerate(records):
@@ -375,7 +376,7 @@ class HistoryRows(RowReader):
             records[row] = replace(made[index], earlier_turns=turn) if turn else made[index]
 
     def read_sequences(self, blocks: Blocks) -> Sequences:
-        """Ids of whole conversations, from their records or the row's ids if these are whole."""
+        """Return ids of whole conversations, from records or complete ids of the rows."""
         chats = self._known(chat_rows(blocks, self.key))
         ids: list[Tensor | None] = [None] * len(chats)
         assistant: list[Tensor | None] = [None] * len(chats)
@@ -398,7 +399,7 @@ class HistoryRows(RowReader):
         return Sequences(ids, assistant)
 
     def parse(self, prompts: Prompts, completions: Sequence[Completion]) -> list[dict]:
-        """One message per row, from its ids."""
+        """Return one message per row, from its ids."""
         messages = []
         for record, completion in zip(prompts.records, completions, strict=True):
             asked, said = record.token_ids, completion.token_ids
@@ -445,7 +446,7 @@ class TokensRows(RowReader):
     """Token ids, ragged or padded with a mask."""
 
     def read_prompts(self, blocks: Blocks) -> Prompts:
-        """Records from the ids and from what is stored next to them."""
+        """Build records from the ids and the columns that belong to them."""
         rows = self._known(tensor_rows(blocks, self.key))
         masks = tensor_rows(blocks, self.names.attention_mask)
         if masks is not None and are_aligned(masks, rows):
@@ -453,7 +454,7 @@ class TokensRows(RowReader):
         return self.with_stored(blocks, [ids.to("cpu", torch.int64) for ids in rows])
 
     def with_stored(self, blocks: Blocks, rows: list[Tensor]) -> Prompts:
-        """Records of ids, with trace and log-probs if these belong to the same tokens."""
+        """Build records of ids, with trace and log-probs if these belong to the same tokens."""
         names = self.names
         facts = [find_fact(name) for name in RECORD_COLUMNS] + added_facts()
         stored = {fact.name: tensor_rows(blocks, names.prompt_key(fact)) for fact in facts}
@@ -478,7 +479,7 @@ class TokensRows(RowReader):
         return Prompts(records, None, [not known] * len(rows))
 
     def read_sequences(self, blocks: Blocks) -> Sequences:
-        """The ids, unchanged."""
+        """Return the ids, unchanged."""
         rows = self._known(self.unpadded(blocks, self.key))
         rows = [ids.to("cpu", torch.int64) for ids in rows]
         return Sequences(rows, self._stored_assistant(blocks, rows))
@@ -491,7 +492,7 @@ class TextRows(RowReader):
     scored_views = ("text",)
 
     def read_prompts(self, blocks: Blocks) -> Prompts:
-        """Records of the texts: stored ids if they spell the text, or its beginning."""
+        """Build records; stored ids are used if they decode to the text or its start."""
         texts = self._known(object_rows(blocks, self.key))
         stored = tensor_rows(blocks, (self.names.tokens, "prompt")) if self.prefer_tokens else None
         if stored is None:
@@ -513,14 +514,14 @@ class TextRows(RowReader):
                 source = torch.full_like(more, Source.PROMPT)
                 records[row] = records[row].extend(more, source, 0)
                 continue
-            # The text was rewritten, so that these ids no longer spell it.
+            # The text was rewritten, so that these ids no longer decode to it.
             cause = "history_changed" if records[row].num_turns else None
             records[row] = _of_text(self.codec.encode([text])[0], cause, records[row].num_turns)
             unscored[row] = False
         return Prompts(records, None, unscored)
 
     def read_sequences(self, blocks: Blocks) -> Sequences:
-        """Ids of the texts; those stored next to them if they spell the text."""
+        """Return the ids of the texts; stored ids are used if they decode to the text."""
         texts = self._known(object_rows(blocks, self.key))
         stored = self.unpadded(blocks, (self.names.tokens, "full")) if self.prefer_tokens else None
         spelled = None if stored is None else self.codec.decode(stored)
@@ -539,7 +540,7 @@ class TextRows(RowReader):
         return {self.names.text: text_node(self.codec, prompts.records, records)}
 
     def scored_view(self, sequences: Sequences, blocks: Blocks) -> dict[str, Any]:
-        """``text.full``, as it was read."""
+        """Return ``text.full``, as it was read."""
         return {self.names.text: _text({"full": object_rows(blocks, self.key)})}
 
 
@@ -551,9 +552,9 @@ def _of_text(ids: Tensor, cause: str | None = None, turns: int = 0) -> TokenReco
 def text_node(
     codec: TextCodec, prompts: Sequence[TokenRecord], records: Sequence[TokenRecord]
 ) -> Text:
-    """The text of prompts, responses and both, decoded from their ids.
+    """Return the text of prompts, of responses, and of both together, decoded from their ids.
 
-    The response is the part of the whole text after the prompt's, because a decoder may drop a
+    The response is the part of the whole text after the prompt's text, because a decoder may drop a
     space at the beginning of its input.
     """
     before = [record.token_ids for record in prompts]

@@ -1,4 +1,4 @@
-"""Sampling parameters that a row sets, in place of the policy's.
+"""Sampling parameters that a row sets, which override the policy's.
 
 Calls of programs (:mod:`torchrl_llm.gateway`) set their own temperature or length.
 """
@@ -20,11 +20,11 @@ SAMPLING_KEY = "sampling"
 def params_of_rows(
     blocks: Sequence[TensorDictBase], params: SamplingParams
 ) -> list[SamplingParams]:
-    """Sampling parameters of each row.
+    """Return the sampling parameters of each row.
 
     Args:
         blocks: the rows.
-        params: parameters of the policy, with the ends of a response that its template adds.
+        params: parameters of the policy, including the end ids that its template adds.
     """
     wanted = row_blocks.object_rows(blocks, (SAMPLING_KEY,))
     if wanted is None:
@@ -33,7 +33,7 @@ def params_of_rows(
 
 
 def own_params(params: SamplingParams, own: dict) -> SamplingParams:
-    """Sampling parameters with some of them changed; further ends of a response are added.
+    """Return sampling parameters with some changes; end ids are added to the policy's.
 
     Args:
         params: parameters of the policy.
@@ -48,7 +48,7 @@ def own_params(params: SamplingParams, own: dict) -> SamplingParams:
 def alike(
     rows: Iterable[int], params: Sequence[SamplingParams]
 ) -> list[tuple[SamplingParams, list[int]]]:
-    """Group rows that can be sampled in one call; a row with a seed is alone.
+    """Group rows that can be sampled in one call; a row with a seed is in a group of its own.
 
     Args:
         rows: indices of the rows.

@@ -27,7 +27,7 @@ class WholeRows(NamedTuple):
     Attributes:
         token_ids: ``B`` int64 tensors ``[T_b]``.
         select: ``B`` bool tensors ``[T_b]``, the tokens to score.
-        temperature: temperature of each row, float32 ``[B]``, or of all rows.
+        temperature: temperature of each row, float32 ``[B]``, or one number for all rows.
         supports: ``B``, the ids that sampling kept, or ``None`` if nothing was recorded.
         places: bool ``[B, T]``, positions of the tokens in a dense column.
     """
@@ -39,15 +39,15 @@ class WholeRows(NamedTuple):
     places: Tensor
 
     def extras(self) -> ScoreExtras | None:
-        """Extra arguments that make a scorer score tokens on the ids that sampling kept."""
+        """Return extras that make a scorer score tokens on the ids that sampling kept."""
         return support_extras(self.supports, self.select)
 
     def spread(self, rows: Sequence[Tensor]) -> Tensor:
-        """Values of each token as a dense ``[B, T, ...]``, 0 at padding."""
+        """Return the values of each token as a dense ``[B, T, ...]``, 0 at padding."""
         return spread_rows(rows, self.places)
 
     def restricted(self, logits: Sequence[Tensor]) -> list[Tensor]:
-        """Logits ``[T_b, V]`` of each row, on the ids that sampling kept."""
+        """Return logits ``[T_b, V]`` of each row, on the ids that sampling kept."""
         if self.supports is None:
             return list(logits)
         pairs = zip(logits, self.supports, strict=True)
@@ -55,7 +55,7 @@ class WholeRows(NamedTuple):
 
 
 def temperatures(blocks: Sequence[TensorDictBase], names: KeyNames) -> float | Tensor:
-    """Sampling temperature of each row, float32 ``[B]``, or 1.0 if the rows do not record it."""
+    """Return each row's sampling temperature, float32 ``[B]``; 1.0 if rows do not record it."""
     rows = tensor_rows(blocks, (names.tokens, "temperature"))
     return 1.0 if rows is None else torch.stack(rows).float()
 
@@ -63,10 +63,10 @@ def temperatures(blocks: Sequence[TensorDictBase], names: KeyNames) -> float | T
 def support_extras(
     supports: Sequence[Support] | None, select: Sequence[Tensor]
 ) -> ScoreExtras | None:
-    """Extra arguments that make a scorer score tokens on the ids that sampling kept.
+    """Return extras that make a scorer score tokens on the ids that sampling kept.
 
     Args:
-        supports: ``B``, of all tokens of a row; ``None`` if nothing was recorded.
+        supports: ``B`` supports, each of all tokens of a row; ``None`` if nothing was recorded.
         select: ``B`` bool tensors, the tokens to score.
     """
     if supports is None:
@@ -82,7 +82,7 @@ def select_tokens(
     mask_key: NestedKey | None,
     known: Mapping[NestedKey, Sequence[Tensor]],
 ) -> list[Tensor]:
-    """Select the tokens of each row to score: all but the first, within a mask if one is given.
+    """Select each row's tokens to score: all but the first, within a mask if one is given.
 
     Args:
         reader: reader of the rows, which removes their padding.
@@ -92,7 +92,7 @@ def select_tokens(
         known: masks computed for scoring, for rows without them.
 
     Raises:
-        DataError: there is no such mask, or one that is shorter than its row.
+        DataError: the mask does not exist, or is shorter than its row.
     """
     scorable = [torch.arange(row.shape[0]) > 0 for row in ids]
     if mask_key is None:

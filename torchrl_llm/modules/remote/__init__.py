@@ -1,4 +1,4 @@
-"""Remote engines: replicas in Ray actors behind the port of one backend."""
+"""Remote engines: replicas in Ray actors, used as one backend."""
 
 from torchrl_llm._imports import lazy
 

@@ -1,4 +1,4 @@
-"""Choice of the replica for the next request: pure rules over the known loads.
+"""Chooses the replica for the next request, by pure functions of the known loads.
 
 This module does not depend on Ray. The pool calls it for each request, and the simulation of a
 thousand replicas (``test/benchmarks/sim_replicas.py``) calls the same code.
@@ -24,13 +24,13 @@ Strategy = Literal["requests", "kv-cache", "prefix-aware", "round-robin"]
 
 
 class LoadSnapshot(NamedTuple):
-    """The known load of one replica.
+    """The load of one replica, as last known.
 
     Attributes:
         index: index of the replica.
         requests: prompts that it runs or queues.
         cache_usage: share of its key-value cache in use, 0 to 1; ``None`` if it is unknown.
-        serving: whether it takes requests.
+        serving: whether the replica accepts requests.
     """
 
     index: int
@@ -40,7 +40,7 @@ class LoadSnapshot(NamedTuple):
 
 
 class LoadBook:
-    """The loads as known to one client: the last report, plus its own requests since.
+    """The loads that one client knows: the last report, plus its own later requests.
 
     Example:
         >>> book = LoadBook()
@@ -56,8 +56,9 @@ class LoadBook:
         self._loads: list[LoadSnapshot] = []
 
     def told(self, loads: Sequence[LoadSnapshot]) -> None:
-        """Store a report on all replicas, which includes this client's requests up to then."""
-        # Never below the client's own requests: the report may be older than some of them.
+        """Store a report on all replicas, which includes this client's earlier requests."""
+        # The count is at least the client's own requests, because the report may be older than some
+        # of them.
         own = self._own
         self._loads = [
             load if load.requests >= own[load.index] else load._replace(requests=own[load.index])
@@ -65,7 +66,7 @@ class LoadBook:
         ]
 
     def count(self, index: int, rows: int) -> None:
-        """Count requests that were sent to a replica or, with a negative number, answered by it."""
+        """Count requests sent to a replica (or, with a negative number, answered by it)."""
         self._own[index] += rows
         if index < len(self._loads):
             load = self._loads[index]
@@ -78,7 +79,7 @@ class LoadBook:
             self._loads[index] = self._loads[index]._replace(serving=False)
 
     def loads(self) -> list[LoadSnapshot]:
-        """One snapshot per replica, as of now."""
+        """Return one snapshot per replica, with the current loads."""
         return list(self._loads)
 
 
@@ -86,31 +87,32 @@ class ReportsLoads(Protocol):
     """Any object that reports the loads of replicas; its snapshots are ordered by index."""
 
     def loads(self) -> Sequence[LoadSnapshot]:
-        """One snapshot per replica."""
+        """Return one snapshot per replica."""
 
 
 class LoadBalancer:
-    """Chooses replicas by one strategy, with others to fall back on.
+    """Chooses replicas by one strategy, with further strategies as fallback.
 
-    - ``"requests"``: the fewest requests; of equals the first.
-    - ``"kv-cache"``: the least used cache, of equals the fewest requests; cannot choose if no
-      replica reports its cache use.
-    - ``"prefix-aware"``: prompts with the same beginning go to the same replica, which then has it
-      in its prefix cache; cannot choose without a prompt, or if that replica has more than
-      ``overload_threshold`` times the mean number of requests.
-    - ``"round-robin"``: one after the other.
+    - ``"requests"``: the replica with the fewest requests; the first of equal ones.
+    - ``"kv-cache"``: the replica with the least used cache; of equal ones, the one with the fewest
+      requests. It cannot choose if no replica reports its cache use.
+    - ``"prefix-aware"``: prompts with the same beginning go to the same replica, which then has the
+      beginning in its prefix cache. It cannot choose without a prompt, or if that replica has more
+      than ``overload_threshold`` times the mean number of requests.
+    - ``"round-robin"``: one replica after the other.
 
-    If a strategy cannot choose, the next one does; after the last one, ``"requests"``.
+    If a strategy cannot choose, the next strategy is tried, and ``"requests"`` after the last one.
 
     Args:
-        actors: reports loads (a pool, an :class:`~torchrl_llm.modules.AsyncVLLM`), or a function
-            that returns them.
-        strategy: one, or several to try in turn.
-        prefix_length: tokens (or characters) that make prompts alike; ``None`` for all of them.
+        actors: object that reports loads (a pool, an :class:`~torchrl_llm.modules.AsyncVLLM`), or a
+            function that returns the loads.
+        strategy: one strategy, or several to try in turn.
+        prefix_length: prompts with the same first ``prefix_length`` tokens (or characters) count as
+            equal; ``None`` compares whole prompts.
         overload_threshold: see ``"prefix-aware"``; at least 1.
         sample_size: compare only this many randomly drawn replicas instead of all. Many clients
-            with slightly old loads all choose the same least loaded replica; drawing two avoids
-            that (Mitzenmacher, "The power of two choices").
+            with slightly old loads would all choose the same least loaded replica; drawing two
+            replicas avoids this (Mitzenmacher, "The power of two choices").
         seed: seed of a separate generator for these draws.
 
     Raises:
@@ -165,8 +167,8 @@ class LoadBalancer:
         """Choose a replica for one request.
 
         Args:
-            prompt: its text or token ids, for ``"prefix-aware"``.
-            exclude: replicas that may not be chosen unless no other serves.
+            prompt: text or token ids of the prompt, for ``"prefix-aware"``.
+            exclude: replicas to choose only if no other replica serves.
             loads: the loads, if the caller already has them.
 
         Returns:
@@ -203,7 +205,7 @@ class LoadBalancer:
         return self.select_actor_index(prompt)
 
     def get_stats(self) -> dict[str, dict[str | int, int]]:
-        """How often each strategy chose (``"strategies"``), and each replica (``"actors"``)."""
+        """Count choices by each strategy (``"strategies"``) and of each replica (``"actors"``)."""
         with self._lock:
             return {"strategies": dict(self._chosen_by), "actors": dict(self._chosen)}
 
@@ -228,13 +230,14 @@ class LoadBalancer:
     ) -> LoadSnapshot | None:
         if prompt is None or len(prompt) == 0:
             return None
-        # Over all indices, serving or not: a replica that comes back gets its prompts back.
+        # This uses all indices, serving or not, so that a rebuilt replica gets the same prompts as
+        # before.
         slots = loads[-1].index + 1
         home = _hash(prompt[: self._prefix_length]) % slots
         chosen = min(loads, key=lambda load: (load.index - home) % slots)
         mean = sum(load.requests for load in loads) / len(loads)
-        # One request more than the mean is never an overload, otherwise an idle pool would spread
-        # prompts with the same beginning.
+        # One request more than the mean is never an overload. Otherwise an idle pool would
+        # distribute prompts with the same beginning over replicas.
         limit = max(self._overload_threshold * mean, mean + 1)
         return chosen if chosen.requests < limit else None
 
@@ -246,7 +249,7 @@ class LoadBalancer:
 
 
 def _hash(prefix: str | Sequence[int] | Tensor) -> int:
-    """Equal in every process, unlike ``hash``."""
+    """Hash a value; unlike with ``hash``, the result is equal in every process."""
     if not isinstance(prefix, str):
         prefix = ",".join(map(str, torch.as_tensor(prefix).tolist()))
     return zlib.crc32(prefix.encode())

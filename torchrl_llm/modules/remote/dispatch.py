@@ -1,7 +1,7 @@
-"""Sends the parts of a call to replicas, and to others if these die.
+"""Sends the parts of a call to replicas; if a replica dies, its parts go to a different one.
 
-A :class:`Dispatcher` is one process's view of a pool: its replicas, their last known loads, and the
-requests of this process since then.
+A :class:`Dispatcher` is one process's view of a pool: the replicas, their last known loads, and the
+later requests of this process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Part:
         method: name of a method of :class:`~torchrl_llm.modules.remote.replica.Replica`.
         args: its arguments.
         num_rows: number of rows.
-        prompt: ids of the first prompt, for balancers that use them.
+        prompt: ids of the first prompt, for balancers that use the prompt.
         pinned: the only replica that may run it; ``None`` for any.
         tried: replicas that failed to run it.
         failures: their errors.
@@ -57,7 +57,7 @@ class Dispatcher:
         supervisor: supervisor of the pool.
         num_replicas: number of replicas of the pool.
         what: description of the pool, the start of error messages.
-        balance: makes the load balancer.
+        balance: function that builds the load balancer.
         max_retries: most retries of a part.
     """
 
@@ -81,23 +81,23 @@ class Dispatcher:
         self._balancer = balance(self)
 
     def serving(self) -> dict[int, RemoteObject]:
-        """The replicas that serve, as reported by the supervisor now."""
+        """Ask the supervisor for the replicas that serve now."""
         self.table()
         with self._lock:
             return {index: self._lives[index].remote for index in sorted(self._lives)}
 
     def loads(self) -> list[LoadSnapshot]:
-        """The known loads of the replicas, including all requests of this process so far."""
+        """Return the known loads of the replicas, including all requests of this process so far."""
         self.table(_REFRESH_S)
         with self._lock:
             return self._book.loads()
 
     def recent(self) -> PoolTable:
-        """A recent table of the supervisor."""
+        """Return a recent table of the supervisor."""
         return self.table(_REFRESH_S)
 
     def table(self, age_s: float = 0.0) -> PoolTable:
-        """The supervisor's table, at most this many seconds old.
+        """Return the supervisor's table, at most this many seconds old.
 
         Raises:
             WorkerError: the supervisor died.
@@ -124,16 +124,16 @@ class Dispatcher:
             self._refreshing.release()
 
     def run(self, parts: Sequence[Part], *, timeout_s: float) -> None:
-        """Run all parts; parts that no replica answered have no result.
+        """Run all parts; parts that no replica answers get no result.
 
         Args:
             parts: what to run.
-            timeout_s: most seconds that all may take together.
+            timeout_s: most seconds for all parts together.
 
         Raises:
             WorkerError: every replica was abandoned, or the supervisor died.
             BackendError: a part broke the engine of every replica that tried it.
-            Exception: what a replica raised for another reason.
+            Exception: any other exception of a replica.
         """
         ray = require_ray(self._what)
         deadline = time.monotonic() + timeout_s
@@ -161,7 +161,7 @@ class Dispatcher:
             self.supervisor.submit("suspect")
 
     def _send(self, part: Part, running: dict[Any, Any]) -> bool:
-        """Send a part to a replica; returns whether there was one (or no more are to be tried)."""
+        """Send a part to a replica; return ``False`` if it must wait for a replica."""
         loads = self.loads()
         if part.pinned is None:
             allowed = loads
@@ -189,7 +189,7 @@ class Dispatcher:
             part.result = get(ref, timeout_s=60.0, what=life.remote.what)
             return True
         except VersionMismatch:
-            # It is about to receive them, or about to be rebuilt; both take a moment.
+            # The replica is about to receive the weights or to be rebuilt; both take a moment.
             part.tried.add(index)
             time.sleep(_PAUSE_S)
             self.table()
@@ -200,7 +200,7 @@ class Dispatcher:
             if isinstance(error, WorkerError):
                 self._report(index, life, error)
             else:
-                # Its engine may have died; the supervisor finds out.
+                # The engine of the replica may have died; the supervisor checks this.
                 self.supervisor.submit("suspect")
             if len(part.failures) <= self._max_retries:
                 return False

@@ -1,7 +1,7 @@
-"""Replicas of an engine in Ray actors, behind the port of a single backend.
+"""Replicas of an engine in Ray actors, used as a single backend.
 
-A call is cut into as many parts as there are replicas, the balancer finds a replica for each part,
-and a part whose replica died goes to a different one. The total time of a call is limited.
+A call is split into as many parts as there are replicas. The balancer chooses a replica for each
+part. If a replica dies, its part goes to a different one. The total time of a call is limited.
 """
 
 from __future__ import annotations
@@ -55,42 +55,44 @@ def _fact(name: str) -> Any:
 class EnginePool(Backend):
     """A backend whose engines run in Ray actors, each with its own weights.
 
-    It is picklable once it has started: collectors and other processes share the replicas through
-    copies of it. The replicas live until :meth:`shutdown`, or until the process that started them
-    ends.
+    The pool is picklable after its start, so that collectors and other processes can share the
+    replicas through copies of the pool. The replicas live until :meth:`shutdown`, or until the
+    process that started them ends.
 
-    - A replica that dies, hangs or loses its engine is rebuilt and gets the current weights before
-      it serves. Its requests run on a different replica, at most ``max_retries`` times.
-    - A request that found no replica in time, or none that survived it, comes back as an aborted
-      row without tokens (``on_failure="abort"``), or raises. When every replica was abandoned, or
-      the supervisor died, all requests raise.
-    - From the first update on, every completion carries the version of the weights that sampled
-      it, and no request runs on weights older than the last ones sent to the pool before the
+    - A replica that dies, hangs or loses its engine is rebuilt, and gets the current weights before
+      it serves. Its requests run again on a different replica, at most ``max_retries`` times.
+    - If no replica answers a request in time, or the request breaks every replica that tries it,
+      the result is an aborted row without tokens (``on_failure="abort"``), or an error. If every
+      replica was abandoned or the supervisor died, all requests raise an error.
+    - After the first update, every completion carries the version of the weights that sampled it. A
+      request never runs on weights that are older than the last update of the pool before the
       request.
-    - Draws come from the caller's global generator, as in one process: the same state gives the
-      same answers, independent of the replicas. A call with a seed runs on one replica.
-    - It cannot cancel single prompts: :meth:`generate_cancellable` is :meth:`generate`.
+    - Random numbers come from the caller's global generator, as in one process. The same state
+      gives the same answers, independent of the replicas. A call with a seed runs on one replica.
+    - Single prompts cannot be cancelled: :meth:`generate_cancellable` is the same as
+      :meth:`generate`.
 
     Args:
-        factory: makes a backend, in the process of a replica; everything it holds is sent there.
+        factory: function that makes a backend, called in the process of a replica; it is pickled
+            with everything it contains.
         num_replicas: number of replicas.
-        options: resources and limits of each replica. ``max_concurrency`` calls run at once in
-            each; by default 64 of them on one CPU.
-        strategy: how a replica is chosen, see
+        options: resources and limits of each replica. ``max_concurrency`` calls run at the same
+            time in each replica; by default 64 calls on one CPU.
+        strategy: strategy to choose a replica, see
             :class:`~torchrl_llm.modules.remote.balancer.LoadBalancer`.
         prefix_length: see there.
         overload_threshold: see there.
-        sample_size: see there; by default two are drawn where there are more than eight replicas.
-            (32 clients that compare all of a hundred replicas, by loads that are a second old,
-            reach a fifth less throughput than clients that draw two:
-            ``test/benchmarks/sim_replicas.py``.)
+        sample_size: see there; by default two, if there are more than eight replicas. (In
+            ``test/benchmarks/sim_replicas.py``, 32 clients that compare all of a hundred replicas,
+            by loads that are a second old, reach a fifth less throughput than clients that draw two
+            replicas.)
         max_retries: most retries of a request on different replicas.
         on_failure: result of a request that no replica answered: an aborted row, or a
             :class:`~torchrl_llm.errors.WorkerError`.
-        timeout_s: most seconds that a call of the pool may take, retries and waiting included.
+        timeout_s: most seconds of a call of the pool, including retries and waiting.
         tokenizer: the backends' tokenizer, for callers that compare it before they score.
-        name: pools of this name in one Ray cluster share their replicas, which end with the pool
-            that started them; the settings of that pool apply.
+        name: pools with this name in one Ray cluster share their replicas. The replicas end with
+            the pool that started them, and the settings of that pool apply.
         what: description of the pool, the start of error messages.
         **settings: further fields of
             :class:`~torchrl_llm.modules.remote.replica_supervisor.PoolSpec`.
@@ -146,7 +148,7 @@ class EnginePool(Backend):
         self._timeout_s = timeout_s
         self._facts: ReplicaFacts | None = None
         self._dispatcher: Dispatcher | None = None
-        # This process must sample with at least the weights that it sent last.
+        # This process must sample with the weights that it sent last, or newer ones.
         self._minimum = 0
 
     def __getstate__(self) -> dict[str, Any]:
@@ -174,13 +176,13 @@ class EnginePool(Backend):
     # -- life ---------------------------------------------------------------------------------
 
     def start(self) -> Self:
-        """Start the replicas, unless they run; returns the pool.
+        """Start the replicas, unless they already run; return the pool.
 
         Raises:
             MissingExtraError: Ray is not installed.
             ResourceError: Ray is not running, or has too few resources for all replicas together.
             WorkerError: a replica did not start in time.
-            Exception: what the factory raised.
+            Exception: an exception of the factory.
         """
         if self._dispatcher is not None:
             return self
@@ -198,13 +200,15 @@ class EnginePool(Backend):
         if supervisor.created:
             self._freed = threading.Event()
             supervisor.submit("wait").future().add_done_callback(
-                # In a thread, because Ray's own thread, which calls this, must not wait for Ray.
+                # Run this in a thread, because Ray's own thread, which calls it, must not wait for
+                # Ray.
                 lambda _: threading.Thread(
                     target=_free, args=(place, self._freed), daemon=True
                 ).start()
             )
         try:
-            # The start-up limit applies to reserving a place and to starting the replicas, each.
+            # The start-up limit applies separately to reserving a place and to starting the
+            # replicas.
             self._facts = supervisor.call("start", timeout_s=2 * limit + 10)
         except BaseException:
             if supervisor.created:
@@ -215,9 +219,10 @@ class EnginePool(Backend):
         return self
 
     def shutdown(self) -> None:
-        """Stop all replicas, and fail running requests; for the pool that started them.
+        """Stop all replicas; running requests fail. Call it on the pool that started them.
 
-        Copies only drop their references. No effect if the replicas have already ended.
+        A copy of the pool only drops its references. If the replicas have already ended, the call
+        has no effect.
         """
         owns, self._owns = self._owns, False
         dispatcher, self._dispatcher = self._dispatcher, None
@@ -231,7 +236,7 @@ class EnginePool(Backend):
             supervisor.call("stop", timeout_s=10.0)
         supervisor.shutdown()
         if self._freed is not None:
-            # A later shutdown of Ray must not meet a call from here, which would start Ray again.
+            # After a later shutdown of Ray, a call from this pool would start Ray again.
             self._freed.wait(10.0)
 
     def __enter__(self) -> Self:
@@ -256,13 +261,13 @@ class EnginePool(Backend):
 
     @property
     def num_copies(self) -> int:
-        """Number of processes that an update of the weights currently goes to."""
+        """Number of processes that currently receive an update of the weights."""
         states = self.stats()
         return (states["serving"] + states["waiting"]) * self._started()[1].num_copies
 
     @property
     def counts_versions(self) -> bool:
-        """Whether weights were sent to it, so that each token carries their version."""
+        """Whether weights were sent to the pool; each token then carries their version."""
         if self._dispatcher is None:
             return False
         return self._minimum > 0 or self._dispatcher.recent().digest is not None
@@ -284,7 +289,7 @@ class EnginePool(Backend):
 
     @property
     def digest(self) -> str | None:
-        """Digest of the current weights as they arrived; ``None`` before any were sent.
+        """Digest of the current weights as received; ``None`` before the first update.
 
         Raises:
             WorkerError: the supervisor died.
@@ -297,7 +302,7 @@ class EnginePool(Backend):
         return EngineStatus(sum(known) / len(known) if known else None)
 
     def stats(self) -> dict[str, Any]:
-        """Version, replicas by state (``serving``, ``starting``, ``failed``), and ``rebuilt``.
+        """Return version, replicas by state (``serving``, ``starting``, ``failed``), ``rebuilt``.
 
         Raises:
             WorkerError: the supervisor died.
@@ -305,12 +310,12 @@ class EnginePool(Backend):
         return self._started()[0].supervisor.call("stats", timeout_s=30.0)
 
     def replica_pids(self) -> dict[int, int]:
-        """Process of each serving replica, by its index."""
+        """Return the process id of each serving replica, by its index."""
         serving = self._started()[0].serving()
         return {index: remote.pid() for index, remote in serving.items()}
 
     def loads(self) -> list[LoadSnapshot]:
-        """The known loads of the replicas, including all requests of this process so far."""
+        """Return the known loads of the replicas, including all requests of this process so far."""
         return self._started()[0].loads()
 
     def create_load_balancer(
@@ -319,7 +324,7 @@ class EnginePool(Backend):
         prefix_length: int | None = 8,
         overload_threshold: float = 1.5,
     ) -> LoadBalancer:
-        """A :class:`~torchrl_llm.modules.remote.balancer.LoadBalancer` over these replicas."""
+        """Return a :class:`~torchrl_llm.modules.remote.balancer.LoadBalancer` of these replicas."""
         return LoadBalancer(self, strategy, prefix_length, overload_threshold)
 
     # -- sampling and scoring -----------------------------------------------------------------
@@ -338,12 +343,12 @@ class EnginePool(Backend):
         Args:
             prompts: see there.
             params: see there.
-            version: sample with these weights and no others.
+            version: sample only with weights of this version.
             replica: run on this replica only.
-            timeout_s: most seconds that the call may take.
+            timeout_s: most seconds of the call.
 
         Raises:
-            WorkerError: no replica is left; or, with ``on_failure="error"``, none answered in time.
+            WorkerError: no replica is left, or, with ``on_failure="error"``, none answered in time.
             BackendError: the request broke the engine of every replica that tried it.
         """
         self.check_prompts(prompts)
@@ -384,7 +389,7 @@ class EnginePool(Backend):
         """See :meth:`TokenScorer.token_scores`; without gradient.
 
         Raises:
-            WorkerError: no replica answered in time; scores cannot mark a failed row.
+            WorkerError: no replica answered in time; a failed row cannot be marked in scores.
         """
         self.check_scoring(sequences, select)
         if not sequences:
@@ -423,15 +428,16 @@ class EnginePool(Backend):
     def update_weights(
         self, source: WeightSource, *, version: int, timeout_s: float | None = None
     ) -> list[WeightReceipt]:
-        """See :meth:`Backend.update_weights`: a receipt of every replica that serves.
+        """See :meth:`Backend.update_weights`; returns a receipt per serving replica.
 
-        In-memory weights go through the object store, once to each machine. A replica that does not
-        get the same weights as the others is rebuilt; if none got them, the old ones stay.
+        In-memory weights are sent through the object store, once to each machine. A replica that
+        does not get the same weights as the others is rebuilt. If no replica gets them, the old
+        weights stay.
 
         Args:
-            source: where the weights are.
+            source: source of the weights.
             version: their number, not below the current one.
-            timeout_s: most seconds that a replica may take; the limit of its calls by default.
+            timeout_s: most seconds for each replica; the limit of its calls by default.
         """
         supervisor = self._started()[0].supervisor
         limit = self.spec.options.timeout_s if timeout_s is None else timeout_s
@@ -448,20 +454,20 @@ class EnginePool(Backend):
         return receipts
 
     def abort(self) -> None:
-        """See :meth:`Backend.abort`: for all callers, including those in other processes."""
+        """See :meth:`Backend.abort`; affects all callers, including those in other processes."""
         self.on_every_replica("abort")
 
     def on_every_replica(
         self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any
     ) -> list[Any]:
-        """Call a method of the backend of every replica that serves, all at once.
+        """Call a method of the backend of every serving replica, at the same time.
 
         Replicas that are rebuilt later do not receive the call.
 
         Args:
             method: its name.
             args: its positional arguments.
-            timeout_s: most seconds that all may take; the limit of the replicas' calls by default.
+            timeout_s: most seconds for all replicas; the limit of their calls by default.
             kwargs: its keyword arguments.
 
         Returns:
@@ -469,7 +475,7 @@ class EnginePool(Backend):
 
         Raises:
             WorkerError: a replica died or did not answer in time, or none serves.
-            Exception: what the method raised.
+            Exception: an exception of the method.
         """
         serving = self._started()[0].serving()
         if not serving:
@@ -495,7 +501,7 @@ class EnginePool(Backend):
 
 
 def _blocks(num_rows: int, number: int) -> list[slice]:
-    """At most this many blocks of rows of nearly equal size, by the number of rows alone."""
+    """Split rows into at most this many blocks of nearly equal numbers of rows."""
     number = min(number, num_rows)
     bounds = [num_rows * k // number for k in range(number + 1)]
     return [slice(start, stop) for start, stop in itertools.pairwise(bounds)]

@@ -1,8 +1,8 @@
-"""Messages between a pool and its replicas, as a few flat arrays.
+"""Messages between a pool and its replicas, packed into a few flat arrays.
 
-Sending a tensor to a different process costs some 20 microseconds and 400 bytes, whatever its size;
-a thousand completions have five thousand tensors. Weights are in Ray's object store: they are sent
-once to each machine, and every process there maps them.
+Sending a tensor to a different process costs some 20 microseconds and 400 bytes, for any size. A
+thousand completions have five thousand tensors. Weights are in Ray's object store: they are sent
+once to each machine, and every process of the machine maps them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class PackedCompletions(NamedTuple):
 
     Attributes:
         num_samples: completions per prompt.
-        reasons: why each completion ended.
+        reasons: finish reason of each completion.
         columns: columns of the completions, one value per token: int64 ``token_ids``, float32
             ``log_probs``, int32 ``versions`` if they are known, int32 ``support_ids`` and
             ``support_counts`` if the kept ids were recorded.
@@ -49,11 +49,11 @@ class PackedCompletions(NamedTuple):
         """Pack completions.
 
         Args:
-            groups: the completions of each prompt, the same number for all.
+            groups: the completions of each prompt, the same number for all prompts.
             version: version of tokens whose completion has none; ``None`` if it is unknown.
 
         Raises:
-            DataError: a completion's fact is not registered, or of a different dtype or length.
+            DataError: a fact of a completion is not registered, or has a different dtype or length.
         """
         flat = [completion for group in groups for completion in group]
         columns = {
@@ -98,7 +98,7 @@ def _column(rows: Sequence[Tensor], dtype: torch.dtype) -> RaggedColumn:
 
 
 def _fact_columns(completions: Sequence[Completion]) -> dict[str, RaggedColumn]:
-    """The facts of completions, with defaults for those that lack them."""
+    """Return the facts of completions, with defaults for completions without them."""
     columns = {}
     for name in dict.fromkeys(name for c in completions for name in c.facts or ()):
         fact, rows = find_fact(name), []
@@ -114,12 +114,13 @@ def _fact_columns(completions: Sequence[Completion]) -> dict[str, RaggedColumn]:
 class ObjectStoreSource(WeightSource):
     """Weights as arrays in Ray's object store.
 
-    Make it with :meth:`put`. It may be opened any number of times while the process that put it
-    lives; the tensors that it yields are views of shared memory and must not be written to.
+    Create it with :meth:`put`. While the process that called :meth:`put` lives, the source can be
+    opened any number of times. The tensors that it yields are views of shared memory and must not
+    be written to.
 
     Args:
         ref: Ray's reference to the bytes of each weight, by name.
-        kinds: dtype and shape of each.
+        kinds: dtype and shape of each weight.
         kind: see :class:`~torchrl_llm.weights.weight_source.WeightSource`.
         digest: see :class:`~torchrl_llm.weights.weight_source.WeightSource`.
         timeout_s: most seconds to wait for the bytes.
@@ -167,7 +168,7 @@ class ObjectStoreSource(WeightSource):
         return cls(ray.put(arrays), kinds, kind=kind, digest=digest, timeout_s=timeout_s)
 
     def receive(self) -> Iterator[tuple[str, Tensor]]:
-        """See :meth:`WeightSource.receive`; nothing is copied on the machine that has the bytes."""
+        """See :meth:`WeightSource.receive`; a machine that has the bytes copies nothing."""
         try:
             arrays = get(self._ref, timeout_s=self._timeout_s, what="weights in the object store")
         except WorkerError as error:

@@ -1,6 +1,7 @@
-"""One engine of a pool: a backend, the version of its weights, and a count of its work.
+"""One engine of a pool: a backend, the version of its weights, and counts of its requests.
 
-It does not depend on Ray; :class:`~torchrl_llm.modules.remote.pool.EnginePool` runs it in an actor.
+The module does not depend on Ray; :class:`~torchrl_llm.modules.remote.pool.EnginePool` runs a
+replica in an actor.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torchrl_llm.weights.weight_source import WeightReceipt, WeightSource, open_
 
 
 class VersionMismatch(WorkerError):
-    """A replica does not hold the weights that a request needs; a different one may."""
+    """A replica does not have the weights that a request needs; a different replica may."""
 
 
 class Versions(NamedTuple):
@@ -57,15 +58,15 @@ class ReplicaFacts(NamedTuple):
 
 
 class ReplicaStatus(NamedTuple):
-    """The current work of a replica.
+    """The current state of a replica.
 
     Attributes:
         version: version of its weights.
-        requests: prompts that it samples or scores.
+        requests: prompts that it currently samples or scores.
         completed: prompts that it has answered.
-        idle_s: seconds since its last progress, 0 while it has no requests.
+        idle_s: seconds since its last progress; 0 while it has no requests.
         cache_usage: share of its key-value cache in use; ``None`` if it is unknown.
-        broken: why its engine cannot answer further requests; ``None`` if it can.
+        broken: the reason why its engine cannot answer further requests; ``None`` if it can.
     """
 
     version: int
@@ -77,14 +78,15 @@ class ReplicaStatus(NamedTuple):
 
 
 class Replica:
-    """A backend that serves many callers, one thread each.
+    """A backend that serves many callers, each in its own thread.
 
-    Weights change between two requests, unless the backend itself can change them within one (see
-    ``Backend.counts_versions`` and ``Backend.begins_to_count``).
+    Weights change between two requests, unless the backend itself can change them during a request
+    (see ``Backend.counts_versions`` and ``Backend.begins_to_count``).
 
     Args:
         factory: makes the backend.
-        timeout_s: most seconds that a request waits for new weights, and new weights for requests.
+        timeout_s: most seconds that a request waits for new weights, and that new weights wait for
+            requests.
 
     Example:
         >>> from functools import partial
@@ -115,7 +117,7 @@ class Replica:
         )
 
     def status(self) -> ReplicaStatus:
-        """The current work of the replica."""
+        """Return the current state of the replica."""
         engine = self.backend.status()
         with self._lock:
             if engine.steps != self._steps or not self._requests:
@@ -135,8 +137,8 @@ class Replica:
         """Sample, see :meth:`~torchrl_llm.modules.backends.Backend.generate`.
 
         Raises:
-            VersionMismatch: the weights that sampled it, or would, are not those that the request
-                needs.
+            VersionMismatch: the request needs different weights than the replica has, or had when
+                it sampled.
         """
         with self._serving(len(prompts), versions):
             version = self._version if self._told else None
@@ -159,7 +161,7 @@ class Replica:
         """Score without gradient, see :meth:`~torchrl_llm.data.scoring.TokenScorer.token_scores`.
 
         Raises:
-            VersionMismatch: it does not have the weights that the request needs.
+            VersionMismatch: the replica does not have the weights that the request needs.
         """
         if not isinstance(temperature, float):
             temperature = torch.tensor(temperature, dtype=torch.float32)
@@ -177,7 +179,7 @@ class Replica:
         )
 
     def run(self, method: str, num_rows: int, versions: Versions, *args: Any) -> Any:
-        """Answer a request by a method of the backend that is not part of the port.
+        """Answer a request with a method of the backend that is not part of the port.
 
         Raises:
             VersionMismatch: it does not have the weights that the request needs.
@@ -192,7 +194,7 @@ class Replica:
     def update_weights(
         self, source: WeightSource | Any, version: int, timeout_s: float
     ) -> list[WeightReceipt]:
-        """Take new weights, see :meth:`~torchrl_llm.modules.backends.Backend.update_weights`.
+        """Load new weights, see :meth:`~torchrl_llm.modules.backends.Backend.update_weights`.
 
         Args:
             source: their source, or a reference to it in Ray's object store.

@@ -1,9 +1,9 @@
 """Keeps the replicas of a pool alive, with the current weights.
 
-It runs in a separate actor that needs no CPU. Every ``interval_s`` it asks each replica for a
-heartbeat and its load. A replica that died, does not answer, or makes no progress with its requests
-is stopped and rebuilt, and gets the current weights before it serves. Clients ask it for the
-replicas (:meth:`Supervisor.poll`) and report those that failed.
+The supervisor runs in a separate actor that needs no CPU. Every ``interval_s`` it asks each replica
+for a heartbeat and its load. A replica that died, does not answer, or makes no progress with its
+requests is stopped and rebuilt. It gets the current weights before it serves. Clients ask the
+supervisor for the replicas (:meth:`Supervisor.poll`) and report failed replicas.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ class PoolSpec:
     """Settings of a pool.
 
     Args:
-        factory: makes a backend, in the process of a replica.
+        factory: function that makes a backend, called in the process of a replica.
         num_replicas: number of replicas.
-        options: resources of each replica, and the limits of its start and of its calls.
+        options: resources of each replica, and the time limits of its start and its calls.
         what: description of the pool, the start of error messages.
-        placement: how Ray spreads the replicas over machines.
+        placement: Ray's placement strategy of the replicas over machines.
         interval_s: seconds between two heartbeats.
         health_timeout_s: seconds without a heartbeat after which a replica counts as dead.
         stall_timeout_s: seconds without progress on its requests after which a replica is stopped,
-            even if it answers. It must be longer than the longest request of a backend that does
-            not count its steps.
-        max_failures: a replica is abandoned after this many failures in a row, without an answered
-            request in between.
+            even if it sends heartbeats. For a backend that does not count its steps, it must be
+            longer than the longest request.
+        max_failures: a replica is abandoned after this many failures in a row without an answered
+            request.
 
     Raises:
         ConfigError: for a value outside its range.
@@ -74,15 +74,15 @@ class PoolSpec:
 
 
 class PoolTable(NamedTuple):
-    """A client's view of a pool.
+    """The state of a pool, for a client.
 
     Attributes:
         membership: a number that changes when a replica joins or leaves.
         version: minimum version of the weights on all replicas.
-        digest: digest of these weights; ``None`` for those that the factory made.
-        lives: lives of the serving replicas, by index; ``None`` if the client knows them.
+        digest: digest of these weights; ``None`` for the weights that the factory made.
+        lives: lives of the serving replicas, by index; ``None`` if the client already knows them.
         loads: loads of all replicas.
-        failed: why replicas were abandoned, by index.
+        failed: reasons why replicas were abandoned, by index.
     """
 
     membership: int
@@ -145,14 +145,14 @@ class Supervisor:
     # -- start and end ------------------------------------------------------------------------
 
     def start(self) -> ReplicaFacts:
-        """Start all replicas, unless they are started.
+        """Start all replicas, unless they are already started.
 
         Returns:
             Their common properties.
 
         Raises:
-            ResourceError: the cluster has no room for them.
-            WorkerError: one did not start in time.
+            ResourceError: the cluster has too few resources for all replicas.
+            WorkerError: a replica did not start in time.
             Exception: what the factory raised.
         """
         with self._starting:
@@ -183,7 +183,7 @@ class Supervisor:
             ray.util.remove_placement_group(self._group)
 
     def wait(self) -> None:
-        """Return once it is stopped; for callers that must notice its death."""
+        """Return when the supervisor is stopped; for callers that must notice its death."""
         self._stopped.wait()
 
     def _reserve(self) -> None:
@@ -220,11 +220,11 @@ class Supervisor:
     # -- calls of clients ---------------------------------------------------------------------
 
     def poll(self, known: int = -1) -> PoolTable:
-        """The replicas and their current work.
+        """Return the replicas and their current state.
 
         Args:
-            known: the membership that the caller knows; the lives are left out if it is still
-                current.
+            known: the membership that the caller knows. If it is still current, the lives are left
+                out.
         """
         lives = {m.index: m.actor.current for m in self._members if m.actor.state == "serving"}
         membership = hash(tuple((index, life.number) for index, life in lives.items()))
@@ -238,15 +238,15 @@ class Supervisor:
         )
 
     def report(self, index: int, life: int, reason: str) -> None:
-        """Report by a client that a replica is unusable: it died, or its engine did."""
+        """Receive a client's report that a replica is unusable: it or its engine died."""
         self._retire(self._members[index], life, WorkerError(reason))
 
     def suspect(self) -> None:
-        """Report by a client that got no answer: check immediately."""
+        """Receive a client's report that a replica did not answer, and check it immediately."""
         self._look.set()
 
     def stats(self) -> dict[str, Any]:
-        """Version, replicas by state, and number of rebuilds."""
+        """Return the version, the replicas by state, and the number of rebuilds."""
         states = [member.actor.state for member in self._members]
         return {
             "version": self._current[0],
@@ -262,21 +262,21 @@ class Supervisor:
         """Send weights to all replicas.
 
         A replica that does not get the same weights as the others, or does not answer, is rebuilt.
-        If none gets them, the old weights and their version stay.
+        If no replica gets them, the old weights and their version stay.
 
         Args:
             source: their source, or a reference to it in Ray's object store.
             kind: kind of the source.
             reusable: whether the source can be opened again, for replicas that are rebuilt later.
             version: their version number, not below the current one.
-            timeout_s: most seconds that a replica may take.
+            timeout_s: most seconds for each replica.
 
         Returns:
             The receipts of all replicas that serve.
 
         Raises:
             ConfigError: for a decreasing version.
-            WeightUpdateError: no replica got them.
+            WeightUpdateError: no replica got the weights.
             WorkerError: no replica serves, or none answered.
         """
         with self._weights.lock:
@@ -301,7 +301,8 @@ class Supervisor:
                 if error is None:
                     member.actor.serve()
                 elif receipts or isinstance(error, WorkerError):
-                    # It may hold these weights or not, or receive them after the time limit.
+                    # The replica may have these weights or not, or receive them after the time
+                    # limit.
                     why = WorkerError(f"version {version} did not arrive: {error}")
                     self._retire(member, life.number, why)
             if not receipts:
@@ -323,7 +324,7 @@ class Supervisor:
                         f"{life.remote.what} got {got[0].digest}, others {receipts[0].digest}"
                     )
                 receipts.extend(got)
-            except Exception as error:  # the edge: a replica's error becomes its failure
+            except Exception as error:  # any exception: a replica's error becomes its failure
                 errors[member.index] = error
         return receipts, errors
 
@@ -335,7 +336,7 @@ class Supervisor:
             self._look.clear()
             try:
                 self._probe_all()
-            except Exception as error:  # the edge: the watch must continue
+            except Exception as error:  # any exception: the watch must continue
                 logger.warning(f"{self._spec.what}: watching its replicas failed: {error!r}")
 
     def _probe_all(self) -> None:
@@ -354,7 +355,7 @@ class Supervisor:
                 if status.completed:
                     member.actor.failures = 0
                 self._check(status)
-            except Exception as error:  # the edge: no status counts as dead
+            except Exception as error:  # any exception: a replica without a status counts as dead
                 self._retire(member, probe.life.number, error)
         for ref in late:
             member, probe = probes[ref]
@@ -381,7 +382,7 @@ class Supervisor:
 
 
 def _probe(member: _Member) -> _Probe | None:
-    """The pending status request of a replica; ``None`` while it starts."""
+    """Return the pending status request of a replica; ``None`` while it starts."""
     if not member.actor.is_up:
         return None
     life, probe = member.actor.current, member.probe

@@ -1,10 +1,10 @@
-"""Objects in Ray actors that are rebuilt when they die, and up to date before they are used.
+"""Objects in Ray actors that are rebuilt when they die, and brought up to date before use.
 
 A replica of a pool and a remote collector are both a :class:`RevivedActor`. :class:`SentWeights`
 holds the weights that bring it up to date.
 
-Ray's own restarts are not enough: they run a constructor again behind the same handle, so that
-callers use an object without the weights that were sent since.
+Ray's own restarts are not enough. They run the constructor again under the same handle, so callers
+would use an object without the weights that were sent after its construction.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BACKOFF_S = 0.5
 _MOST_DELTAS = 8
 
 State = Literal["starting", "waiting", "serving", "failed", "ended"]
-"""``waiting``: built, but its weights arrive only with the next update."""
+"""In state ``waiting``, the object is built, but its weights arrive only with the next update."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +45,7 @@ class Sent:
         """The source itself.
 
         Raises:
-            WorkerError: it did not arrive in time.
+            WorkerError: the source did not arrive in time.
         """
         if isinstance(self.source, WeightSource):
             return self.source
@@ -56,9 +56,9 @@ class SentWeights:
     """The sent weights that a new object needs to be up to date.
 
     Attributes:
-        needed: these weights, in order; replaced only as a whole.
-        lock: held while weights are sent to serving objects, and while a new object starts to
-            serve, so that each gets all weights.
+        needed: these weights, in order; the list is replaced, never changed.
+        lock: acquired while weights are sent to serving objects, and while a new object starts to
+            serve, so that each object gets all weights.
 
     Example:
         >>> sent = SentWeights()
@@ -103,19 +103,19 @@ class RevivedActor:
     """An object in an actor that is rebuilt when it dies.
 
     Args:
-        build: makes the object in a new actor.
+        build: function that makes the object in a new actor.
         what: description of the object, the start of error messages.
-        bring: sends one of the needed updates to a new object.
-        weights: weights that it needs before it serves.
-        max_restarts: most failures in a row before it is abandoned; see :attr:`failures`.
-        on_dead: called after each of its lives.
+        bring: function that sends one of the needed updates to a new object.
+        weights: weights that the object needs before it serves.
+        max_restarts: most failures in a row before the object is abandoned; see :attr:`failures`.
+        on_dead: called after the end of each life.
 
     Attributes:
         state: its current state.
         current: its last life; ``None`` before the first.
-        failures: number of lives that ended or could not start; a caller that sees it work may
-            reset this to 0.
-        failure: error of the last of them.
+        failures: number of lives that ended or could not start. A caller may reset it to 0 after
+            the object has worked.
+        failure: error of the last failure.
     """
 
     def __init__(
@@ -139,12 +139,12 @@ class RevivedActor:
         self._ended = threading.Event()
 
     def start(self) -> None:
-        """Build it for the first time; errors of this are raised."""
+        """Build the object for the first time, and raise errors of the build."""
         self._admit(self._build(), "serving")
 
     @property
     def is_up(self) -> bool:
-        """Whether it is built, and not known to be dead."""
+        """Whether the object is built, and not known to be dead."""
         return self.state in ("serving", "waiting")
 
     @property
@@ -174,7 +174,7 @@ class RevivedActor:
             raise self.failure
 
     def lose(self, failure: Exception, life: int | None = None) -> bool:
-        """End a life, because it is dead or unusable; call :meth:`revive` next.
+        """End a life whose actor is dead or unusable; call :meth:`revive` next.
 
         Args:
             failure: cause of the end.
@@ -188,7 +188,7 @@ class RevivedActor:
                 return False
             self.state, self.failure = "starting", failure
             self.failures += 1
-            self.current.remote.shutdown()  # one that hangs would keep its resources
+            self.current.remote.shutdown()  # a hanging actor would keep its resources
         self._on_dead()
         return True
 
@@ -199,14 +199,14 @@ class RevivedActor:
                 self.state = "serving"
 
     def revive(self) -> None:
-        """Rebuild it, with retries up to the limit; it serves once it is up to date."""
+        """Rebuild the object, with retries up to the limit; it serves when it is up to date."""
         while self.failures <= self.max_restarts and not self._ended.is_set():
             remote = None
             try:
                 remote = self._build()
                 self._bring_up_to_date(remote)
                 return
-            except Exception as error:  # the edge: a failed start is tried again
+            except Exception as error:  # any exception: a failed start is tried again
                 if remote is not None:
                     remote.shutdown()
                 self.failures, self.failure = self.failures + 1, error
@@ -214,7 +214,7 @@ class RevivedActor:
         self._give_up()
 
     def fail(self, failure: Exception) -> None:
-        """End it permanently with an error.
+        """End the object permanently with an error.
 
         Args:
             failure: the error to raise from now on.
@@ -223,7 +223,7 @@ class RevivedActor:
             self._give_up()
 
     def end(self) -> None:
-        """End it permanently; no effect if it has already ended."""
+        """End the object permanently; no effect if it has already ended."""
         self._ended.set()
         with self._lock:
             was_up = self.is_up

@@ -38,9 +38,9 @@ from torchrl_llm.weights.weight_source import TensorSource, WeightReceipt, Weigh
 
 
 class ServedEngine(VLLMBackend):
-    """The engine of a replica: a backend that also takes vLLM's native requests.
+    """The engine of a replica: a backend that also accepts vLLM's native requests.
 
-    Its arguments are those of :class:`~torchrl_llm.modules.backends.vllm.VLLMBackend`.
+    The arguments are the same as for :class:`~torchrl_llm.modules.backends.vllm.VLLMBackend`.
     """
 
     def generate_native(self, prompts: Sequence[Any], params: Any) -> list[Any]:
@@ -79,22 +79,22 @@ def _native_prompt(prompt: Any, tokenizer: Any) -> Any:
 class AsyncVLLM(EnginePool):
     """vLLM engines in Ray actors: one backend, shared by wrappers, collectors and processes.
 
-    It is a backend, so ``vLLMWrapper(engine)`` accepts it, and it also answers vLLM's native
+    The class is a backend, so ``vLLMWrapper(engine)`` accepts it. It also answers vLLM's native
     requests. :class:`~torchrl_llm.modules.remote.EnginePool` describes how requests continue after
-    a replica died.
+    a replica dies.
 
-    Engines only run after :meth:`start` (:meth:`from_pretrained` and :meth:`launch` call it).
+    The engines run only after :meth:`start`. :meth:`from_pretrained` and :meth:`launch` call it.
 
     Args:
-        engine_args: name or folder of a model; a mapping of engine options with ``"model"``; or
-            vLLM's ``EngineArgs``, whose non-default values are used.
+        engine_args: name or folder of a model, or a mapping of engine options with ``"model"``, or
+            vLLM's ``EngineArgs`` (only its non-default values are used).
         num_replicas: number of engines.
         actor_class: class of a replica's engine, a subclass of ``ServedEngine``.
         enable_prefix_caching: reuse the cache of common prompt prefixes.
         num_devices: GPUs of each engine (tensor parallel), or processes if vLLM computes on the
             CPU; by default one GPU if the cluster has any, or the CPU.
         num_cpus: CPUs of each engine's actor; fractions are allowed.
-        in_flight: how a weight update treats running responses: ``"wait"``, ``"keep"`` or
+        in_flight: what a weight update does with running responses: ``"wait"``, ``"keep"`` or
             ``"abort"``.
         seeded: see :class:`~torchrl_llm.modules.backends.vllm.VLLMBackend`.
         env_vars: environment variables of the actors.
@@ -161,7 +161,7 @@ class AsyncVLLM(EnginePool):
 
     @classmethod
     def launch(cls, engine_args: Any = None, num_replicas: int = 1, **options: Any) -> Self:
-        """Build and start; see the class for the arguments and :meth:`start` for the errors."""
+        """Build and start engines; see the class for arguments and :meth:`start` for errors."""
         return cls(engine_args, num_replicas, **options).start()
 
     @classmethod
@@ -183,7 +183,7 @@ class AsyncVLLM(EnginePool):
             num_replicas: number of engines.
             verbose: log the start.
             compile: enable vLLM's compilation and CUDA graphs.
-            enable_fp32_output: compute logits in float32 whatever the dtype of the weights.
+            enable_fp32_output: compute logits in float32 for weights of any dtype.
             **options: arguments of the class, and options of vLLM's engine.
 
         Raises:
@@ -241,25 +241,25 @@ class AsyncVLLM(EnginePool):
     ) -> Any:
         """Answer prompts.
 
-        With :class:`~torchrl_llm.modules.SamplingParams` of this package, it works like
-        :meth:`EnginePool.generate`, with its further options: tensors of ids in, completions out.
-        With vLLM's parameters, it works like ``vllm.LLM.generate``.
+        With :class:`~torchrl_llm.modules.SamplingParams` of this package, the method works like
+        :meth:`EnginePool.generate`: it takes tensors of ids and returns completions. With vLLM's
+        parameters, it works like ``vllm.LLM.generate``.
 
         Args:
             prompts: a text, a list of texts, or prompts for :meth:`EnginePool.generate`.
-            sampling_params: those of this package, ``vllm.SamplingParams``, or ``None`` for vLLM's
-                defaults.
+            sampling_params: parameters of this package, ``vllm.SamplingParams``, or ``None`` for
+                vLLM's defaults.
             prompt_token_ids: one or several lists of ids, instead of ``prompts``.
             use_tqdm: without effect, as in TorchRL.
-            lora_request: rejected: the replicas have one adapter, see
+            lora_request: raises an error if given: all requests use the replicas' one adapter, see
                 :class:`~torchrl_llm.weights.AdapterWeights`.
             timeout_seconds: most seconds for the call.
             actor_index: run on this replica only.
             backend_options: see :meth:`EnginePool.generate`.
 
         Returns:
-            Lists of completions; or one ``vllm.RequestOutput``, or a list of them for several
-            prompts.
+            Lists of completions. With vLLM's parameters, one ``vllm.RequestOutput``, or a list of
+            them for several prompts.
 
         Raises:
             ConfigError: no prompts, two kinds of prompts, or an adapter for this request.
@@ -299,8 +299,8 @@ class AsyncVLLM(EnginePool):
         if not rows:
             return []
         versions, parts = self._wanted(None), []
-        # One part per prompt: vLLM batches inside the engine, and the balancer can place each
-        # prompt.
+        # Each prompt is a separate part: vLLM batches inside the engine, and the balancer can place
+        # each prompt.
         for row in rows:
             args = ("generate_native", 1, versions, [row], params)
             hint = row if isinstance(row, (str, list)) else None
@@ -309,14 +309,14 @@ class AsyncVLLM(EnginePool):
         return [output for part in parts for output in part.result]
 
     def get_num_unfinished_requests(self, actor_index: int | None = None) -> int | list[int]:
-        """Number of running and waiting prompts of one replica, or a list for all."""
+        """Return the number of running and waiting prompts of one replica, or a list for all."""
         found = [load.requests for load in self.loads()]
         return found if actor_index is None else found[actor_index]
 
     def get_cache_usage(self, actor_index: int | None = None) -> float | list[float]:
-        """Used share of the key-value cache of one replica, or a list for all.
+        """Return the used share of the key-value cache of one replica, or a list for all.
 
-        0.0 if a replica has not reported yet.
+        The share is 0.0 if a replica has not reported yet.
         """
         found = [load.cache_usage or 0.0 for load in self.loads()]
         return found if actor_index is None else found[actor_index]
@@ -386,12 +386,12 @@ class AsyncVLLM(EnginePool):
     def init_weight_update_group(
         self, master_address: str | None = None, master_port: int | None = None
     ) -> None:
-        """Does nothing: each weight update connects by itself.
+        """Do nothing: each weight update connects by itself.
 
         Args:
-            master_address: address of a custom sender, which no replica would join; must be
-                ``None``.
-            master_port: port of such a sender; must be ``None``.
+            master_address: must be ``None``: no replica would connect to the address of a custom
+                sender.
+            master_port: must be ``None``, for the same reason.
 
         Raises:
             ConfigError: an address or port is given.
@@ -470,7 +470,7 @@ def make_async_vllm_engine(
 
 
 def _engine_options(engine_args: Any) -> tuple[Any, dict[str, Any]]:
-    """Model and options of an engine, from any accepted form."""
+    """Return model and options of an engine, from any accepted form."""
     if engine_args is None or isinstance(engine_args, (str, os.PathLike)):
         options: dict[str, Any] = {"model": engine_args}
     elif isinstance(engine_args, Mapping):
@@ -491,14 +491,14 @@ def _engine_options(engine_args: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
-    # An instance with the defaults would look for vLLM's default model on the hub.
+    # An instance with default values would look for vLLM's default model on the hub.
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     return field.default
 
 
 def _argument_names(cls: type) -> set[str]:
-    """Arguments of the pool; all other names are options of vLLM's engine."""
+    """Return the names of the pool's arguments; all other names are options of vLLM's engine."""
     found = {"max_concurrency"}
     for one in (cls, AsyncVLLM, EnginePool):
         parameters = inspect.signature(one.__init__).parameters.values()
@@ -537,7 +537,8 @@ def make_vllm_worker(
     Args:
         model_name: name or folder of a model.
         devices: CUDA devices of an engine in this process; Ray chooses the devices of its actors.
-        num_devices: number of GPUs; by default one if there is any, or the length of ``devices``.
+        num_devices: number of GPUs; by default the length of ``devices``, or one if there is any
+            GPU.
         make_ray_worker: run the engine in a Ray actor.
         enforce_eager: no CUDA graphs and no compilation.
         enable_fp32_output: compute logits in float32 whatever the dtype of the weights.
@@ -550,7 +551,7 @@ def make_vllm_worker(
 
     Raises:
         MissingExtraError: vLLM or Ray is not installed.
-        ConfigError: for devices that would have no effect or contradict ``num_devices``.
+        ConfigError: ``devices`` would have no effect, or contradicts ``num_devices``.
         ResourceError: Ray is not running or has too few resources, or the model does not fit.
     """
     if devices is not None and num_devices not in (None, len(devices)):

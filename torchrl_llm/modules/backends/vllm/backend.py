@@ -1,7 +1,7 @@
 """Backend with a vLLM engine in this process.
 
-It samples and scores with the engine's own weights, which have no gradients. For engines in other
-processes, use AsyncVLLM or the backend for a server's URL.
+The backend samples and scores with the engine's own weights, which have no gradients. For engines
+in other processes, use AsyncVLLM or the backend for a server's URL.
 
 Shape legend: ``B`` prompts, ``S`` samples per prompt, ``T`` tokens, ``V`` vocabulary, ``N`` scored
 positions.
@@ -78,25 +78,26 @@ _SCORING_TRIES = 5
 class VLLMBackend(Backend):
     """Samples and scores with a ``vllm.LLM``.
 
-    Any number of threads may call it at once; the engine batches their requests in each step
-    (``EngineLoop``). Copies and pickles of a backend share its engine, only within the process.
+    Any number of threads may call the backend at the same time; the engine batches their requests
+    in each step (``EngineLoop``). Copies and pickles of a backend share its engine, but only within
+    the process.
 
     Args:
         engine: a ``vllm.LLM``, or the name or folder of a model, for which an engine is built;
             ``None`` for the embedded model.
-        tokenizer: adds its end-of-sequence id; policies also use it; by default the engine's. May
-            be ``None`` for an engine built with ``skip_tokenizer_init``.
+        tokenizer: defines the end-of-sequence id, and is the tokenizer of policies; by default the
+            engine's. It may be ``None`` for an engine built with ``skip_tokenizer_init``.
         eos_token_ids: ids that end a response; by default those of tokenizer and model together.
         max_length: most tokens of prompt and response; by default the engine's limit minus one, so
-            that any row can also be scored.
-        seeded: give every response a seed from torch's global generator, which makes sampling
-            repeatable independent of other requests. Otherwise the engine draws from its own
+            that every row can also be scored.
+        seeded: give every response a seed from torch's global generator. Sampling is then
+            repeatable, independent of other requests. Otherwise the engine draws from its own
             generator.
-        in_flight: how a weight update treats running responses: ``"wait"`` for them, ``"keep"``
-            them and continue with the new weights (their cache is recomputed, and each token
-            carries its version), or ``"abort"`` them (callers get the tokens so far).
+        in_flight: what a weight update does with running responses. ``"wait"`` lets them finish.
+            ``"keep"`` continues them with the new weights: their cache is recomputed, and each
+            token carries its version. ``"abort"`` ends them, and callers get the tokens so far.
         version: version of the engine's current weights, if no version was set before.
-        timeout_s: most seconds that a caller waits without progress of the engine.
+        timeout_s: most seconds that a caller waits while the engine makes no progress.
         **engine_options: see
             :func:`~torchrl_llm.modules.backends.vllm.build.engine_arguments`; only with a name.
 
@@ -168,7 +169,7 @@ class VLLMBackend(Backend):
 
     @property
     def vocab_size(self) -> int:
-        """Ids of the model's config, without the rows that the engine adds as padding."""
+        """Number of ids in the model's config, without the padding rows of the engine."""
         return self._config.get_vocab_size()
 
     @property
@@ -193,7 +194,7 @@ class VLLMBackend(Backend):
 
     @property
     def counts_versions(self) -> bool:
-        """Whether a version was set, so that each token carries its version."""
+        """Whether a version was set; each token then carries its version."""
         return bool(self._local.versions)
 
     def status(self) -> EngineStatus:
@@ -201,10 +202,10 @@ class VLLMBackend(Backend):
         return self._local.status
 
     def exclusive(self, in_flight: InFlight | None = None) -> AbstractContextManager[Any]:
-        """A context in which other threads neither sample nor score.
+        """Return a context in which other threads neither sample nor score.
 
         Args:
-            in_flight: how to treat running responses; the backend's setting by default.
+            in_flight: what happens to running responses; the backend's setting by default.
         """
         rule = self.in_flight if in_flight is None else in_flight
         return self._local.loop.exclusive(rule, timeout_s=self.timeout_s)
@@ -221,7 +222,7 @@ class VLLMBackend(Backend):
 
         Raises:
             BackendError: the engine failed.
-            WorkerError: the engine made no progress within the limit.
+            WorkerError: the engine made no progress within the time limit.
         """
         return self.generate_cancellable(prompts, params, ())
 
@@ -270,7 +271,7 @@ class VLLMBackend(Backend):
     def _unpenalized(
         self, prompts: Sequence[Tensor], flat: list[Completion], samples: int
     ) -> list[Completion]:
-        """Greedy responses with the model's log-probs, without the effect of penalties."""
+        """Give greedy responses the model's log-probs, without the effect of penalties."""
         whole, select = [], []
         for row, completion in enumerate(flat):
             prompt = prompts[row // samples]
@@ -290,7 +291,7 @@ class VLLMBackend(Backend):
         from vllm.sampling_params import RequestOutputKind
 
         try:
-            # Outputs after each step are not needed and cost as much as the step.
+            # Outputs after each step are not needed, and would cost as much as the step.
             native = NativeParams(
                 output_kind=RequestOutputKind.FINAL_ONLY, **_with_grammar(arguments)
             )
@@ -314,8 +315,8 @@ class VLLMBackend(Backend):
         """See :meth:`TokenScorer.token_scores`; without gradients.
 
         Log-probs at temperature 1 cost one pass over the rows. Other temperatures, the entropy and
-        a support need the log-probs of the whole vocabulary for every token. This runs row by row
-        and requires an engine with a large enough ``max_logprobs``.
+        a support need the log-probs of the whole vocabulary for every token. Such scoring runs row
+        by row, and the engine needs a large enough ``max_logprobs``.
 
         Raises:
             ConfigError: for extras other than the support, or if the engine does not return the
@@ -379,7 +380,7 @@ class VLLMBackend(Backend):
         return full_log_probs(output, self.vocab_size)
 
     def _scored(self, requests: list[EngineRequest]) -> list[Any]:
-        """Outputs of scoring; rows that a weight update aborted are scored with the new weights."""
+        """Run scoring requests; score rows again that a weight update has aborted."""
         outputs: dict[int, Any] = {}
         for _ in range(_SCORING_TRIES):
             left = [at for at in range(len(requests)) if at not in outputs]
@@ -418,10 +419,10 @@ class VLLMBackend(Backend):
         return [receipt]
 
     def weights_changed(self, version: int) -> None:
-        """Report that the weights were changed in place: drop caches of the old ones.
+        """Record that the weights were changed in place, and drop caches of the old weights.
 
-        Call it after changing them, inside :meth:`exclusive`. From then on the backend counts
-        versions: completions carry the version of each token.
+        Call this method inside :meth:`exclusive`, after changing the weights. The backend then
+        counts versions: completions carry the version of each token.
 
         Args:
             version: version of the engine's current weights.
@@ -442,7 +443,7 @@ class VLLMBackend(Backend):
     def sleep(self, level: int = 1) -> None:
         """Wait for running requests, then free the engine's memory; no sampling until it wakes.
 
-        On the CPU it frees no memory; otherwise it works in the same way.
+        On the CPU, sleep frees no memory; otherwise it works in the same way.
 
         Args:
             level: 1 keeps the weights in the CPU's memory; 2 drops them, and the engine needs full
@@ -457,9 +458,10 @@ class VLLMBackend(Backend):
             self._local.sleep.fall(level)
 
     def release_cache(self) -> None:
-        """Free the cache's memory and keep the weights in place, until :meth:`wake`.
+        """Free the cache's memory until :meth:`wake`, and keep the weights in place.
 
-        No sampling or scoring until then; weights may be changed. The cache is empty afterwards.
+        Until :meth:`wake`, sampling and scoring are impossible, but the weights may be changed.
+        After it, the cache is empty.
 
         Raises:
             BackendError: the engine already sleeps.
@@ -472,11 +474,11 @@ class VLLMBackend(Backend):
         """Allocate the memory again.
 
         Args:
-            weights_only: do not allocate the cache yet, to load new weights while there is room.
+            weights_only: do not allocate the cache yet, so that there is room to load new weights.
 
         Raises:
             BackendError: the engine does not sleep.
-            Exception: raised by the waiting action, see :meth:`when_awake`.
+            Exception: an exception of the waiting action, see :meth:`when_awake`.
         """
         with self.exclusive("wait"):
             self._local.sleep.wake(weights_only=weights_only)
@@ -496,7 +498,7 @@ def _last(mask: Tensor) -> int:
 
 
 def _with_grammar(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Convert dictionaries, as in a configuration file, to vLLM's objects."""
+    """Convert dictionaries (from a configuration file, for example) to vLLM's objects."""
     detection = arguments.get("repetition_detection")
     if isinstance(detection, dict):
         from vllm.sampling_params import RepetitionDetectionParams

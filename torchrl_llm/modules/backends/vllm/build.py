@@ -1,8 +1,8 @@
-"""Build a vLLM engine inside this process without side effects on the process.
+"""Builds a vLLM engine inside this process, without side effects on the process.
 
-Checks versions, sets environment variables, keeps weights in an updatable layout, and restores the
-process's random numbers, threads and default dtype after the build. This needs private names of
-vLLM: :data:`PRIVATE_NAMES` lists them, and a test checks that each exists.
+This module checks versions, sets environment variables, and keeps weights in a layout that can be
+updated. After the build, it restores the process's random numbers, threads and default dtype. It
+uses private names of vLLM: :data:`PRIVATE_NAMES` lists them, and a test checks that each exists.
 """
 
 from __future__ import annotations
@@ -48,9 +48,10 @@ PRIVATE_NAMES = (
 """Private names of vLLM that this package uses."""
 
 _ENVIRONMENT = {
-    # The engine runs in this process, so that its weights are accessible.
+    # Run the engine in this process, so that its weights are accessible.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    # An engine that binds threads to cores would block them for a trainer on the same machine.
+    # An engine that binds threads to cores would block these cores for a trainer on the same
+    # machine.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 _QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
@@ -59,7 +60,7 @@ _QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 def prepare_vllm(feature: str) -> ModuleType:
     """Import vLLM with the settings for an engine inside this process.
 
-    Sets missing environment variables and logs them. Weights keep a layout in which they can be
+    Missing environment variables are set and logged. Weights keep a layout in which they can be
     updated (see :func:`keep_weights_unpacked`).
 
     Args:
@@ -125,7 +126,8 @@ def keep_weights_unpacked() -> None:
     """Keep the weights of all CPU engines built later in plain parameters.
 
     vLLM's CPU kernels repack each linear layer after loading and empty its ``weight``, so that no
-    weight can be loaded again. Idempotent; does nothing if vLLM runs on a GPU.
+    weight can be loaded again. This function may be called repeatedly. It does nothing if vLLM runs
+    on a GPU.
 
     Raises:
         ConfigError: vLLM no longer has the required private switch.
@@ -149,7 +151,7 @@ def _never(*args: object, **kwargs: object) -> bool:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """A context that restores the process's random numbers, threads and default dtype.
+    """Return a context that restores the process's random numbers, threads and default dtype.
 
     Building an engine seeds every generator, may change torch's threads and replaces
     ``torch.set_num_threads`` by a function that does nothing.
@@ -181,7 +183,8 @@ def undisturbed() -> Iterator[None]:
 
 _CPU_CACHE_BYTES = 1 << 30
 _LORA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-# Words of vLLM's messages on missing memory or devices; its exception types do not tell.
+# Words of vLLM's messages on missing memory or devices, because its exception types do not
+# distinguish them.
 _RESOURCES = (
     "kv cache",
     "no available memory",
@@ -207,10 +210,10 @@ def engine_arguments(
     cpu: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
-    """Arguments of ``vllm.LLM`` (or ``AsyncEngineArgs``) for sampling that trains a model.
+    """Return arguments of ``vllm.LLM`` (or ``AsyncEngineArgs``) for sampling in training.
 
-    Sampling settings never come from the model's generation config. Log-probs are those of the
-    sampled distribution, and requests may ask for the whole vocabulary.
+    Sampling settings never come from the model's generation config. Log-probs belong to the sampled
+    distribution, and requests may ask for the whole vocabulary.
 
     Args:
         model: name or folder; ``None`` for the embedded model.
@@ -219,11 +222,11 @@ def engine_arguments(
         num_devices: GPUs of this engine (tensor parallel), each with a worker process on this
             machine; on the CPU, the number of processes.
         gpu_memory_utilization: fraction of a GPU's memory; vLLM's default when ``None``.
-        enforce_eager: no CUDA graphs and no compilation; always true on the CPU.
-        enable_prefix_caching: keep the cache of prompts that begin alike.
-        enable_fp32_lm_head: compute logits in float32 whatever the dtype of the weights.
+        enforce_eager: use no CUDA graphs and no compilation; always true on the CPU.
+        enable_prefix_caching: reuse the cache of prompts with the same beginning.
+        enable_fp32_lm_head: compute logits in float32 for weights of any dtype.
         cpu: whether the engine runs on the CPU.
-        **options: more arguments of vLLM's ``EngineArgs``, which take precedence.
+        **options: further arguments of vLLM's ``EngineArgs``, which take precedence.
 
     Returns:
         Keyword arguments.
@@ -292,7 +295,7 @@ def check_bits_plugin() -> None:
 
 
 def build_engine(model: str | os.PathLike[str] | None = None, **options: Any) -> Any:
-    """A ``vllm.LLM`` whose weights can be updated.
+    """Build a ``vllm.LLM`` whose weights can be updated.
 
     The random numbers, threads and default dtype of the process do not change.
 
@@ -302,8 +305,8 @@ def build_engine(model: str | os.PathLike[str] | None = None, **options: Any) ->
 
     Raises:
         MissingExtraError: vLLM is not installed.
-        ConfigError: an adapter, an unsupported version, an unknown option, or one that vLLM
-            rejects.
+        ConfigError: the model is an adapter, the version of vLLM is unsupported, or an option is
+            unknown or rejected by vLLM.
         ResourceError: model or cache do not fit; the message contains vLLM's numbers.
     """
     if (adapter := find_adapter(model)) is not None:
@@ -316,8 +319,8 @@ def build_engine(model: str | os.PathLike[str] | None = None, **options: Any) ->
     _check_devices(options.get("num_devices", 1), cpu)
     arguments = engine_arguments(model, cpu=cpu, **options)
     _check_names(arguments)
-    # When an unused engine is garbage-collected, it destroys the process groups. Collect it now,
-    # not while the next engine samples.
+    # The garbage collection of an unused engine destroys the process groups. So collect now, not
+    # while the next engine samples.
     gc.collect()
     with undisturbed():
         try:
@@ -330,7 +333,7 @@ def build_engine(model: str | os.PathLike[str] | None = None, **options: Any) ->
 
 
 def _add_expert_group() -> None:
-    """Add the group of experts, which a dense model does not create, for a mixture of experts.
+    """Add the group of experts for a mixture of experts; a dense model does not create it.
 
     The engines of a process share vLLM's groups, which its first model creates.
     """

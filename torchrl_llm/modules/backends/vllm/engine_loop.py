@@ -1,8 +1,9 @@
-"""One engine for many threads: continuous batching without a separate thread.
+"""Serves many threads with one engine: continuous batching without a separate thread.
 
 Every caller submits requests and waits for its own answers. The first caller becomes the leader and
-steps the engine for all; when its own requests are done, it appoints the next leader. So a program
-with one thread is as deterministic as the engine, and the engine only runs while a caller waits.
+steps the engine for all callers. When its own requests are done, it appoints the next leader. So a
+program with one thread is as deterministic as the engine, and the engine runs only while a caller
+waits.
 
 Weight updates and sleep happen between two steps (:meth:`EngineLoop.exclusive`).
 """
@@ -38,7 +39,7 @@ class EngineRequest(NamedTuple):
 
 @dataclass(eq=False)
 class _Ticket:
-    """The wait of one caller: for answers, or (without requests) for exclusive access."""
+    """A caller that waits for answers or, without requests, for exclusive access."""
 
     requests: Sequence[EngineRequest] = ()
     cancelled: Cancelled = ()
@@ -56,15 +57,15 @@ class EngineLoop:
     """Runs the requests of any number of threads on one engine.
 
     Args:
-        engine: has ``add_request(name, prompt, params, lora_request=)``, ``step()`` giving finished
-            outputs with a ``request_id``, ``abort_request(names)``.
-        aborted: returns the output of a request before its abort, from its name.
-        adapter: returns the ``LoRARequest`` for new requests, or ``None``.
+        engine: has ``add_request(name, prompt, params, lora_request=)``, ``step()``, which returns
+            finished outputs with a ``request_id``, and ``abort_request(names)``.
+        aborted: function from the name of a request to its output before the abort.
+        adapter: function that returns the ``LoRARequest`` for new requests, or ``None``.
 
     Attributes:
         steps: number of steps so far.
-        closed: why the engine admits no requests now; ``None`` if it does. Only set with exclusive
-            access.
+        closed: the reason why the engine admits no requests now; ``None`` if it does. Set it only
+            with exclusive access.
 
     Example:
         >>> class Echo:
@@ -107,7 +108,7 @@ class EngineLoop:
 
     @property
     def dead(self) -> str | None:
-        """Why the engine has failed; ``None`` while it works."""
+        """The reason why the engine has failed; ``None`` while it works."""
         return self._dead
 
     @property
@@ -128,16 +129,16 @@ class EngineLoop:
 
         Args:
             requests: any number.
-            cancelled: one function per request, which returns whether to abort it; or empty. They
-                are called between two steps.
-            timeout_s: most seconds to wait without progress of the engine.
+            cancelled: one function per request, which returns whether to abort it; or an empty
+                sequence. The functions are called between two steps.
+            timeout_s: most seconds to wait while the engine makes no progress.
 
         Returns:
             The engine's final output of each request, in order.
 
         Raises:
-            BackendError: the engine failed, now or earlier; or rejected a request.
-            WorkerError: it made no progress for ``timeout_s`` seconds.
+            BackendError: the engine failed, now or earlier, or rejected a request.
+            WorkerError: the engine made no progress for ``timeout_s`` seconds.
         """
         if not requests:
             return []
@@ -210,7 +211,7 @@ class EngineLoop:
                 self._appoint()
 
     def _lead(self, ticket: _Ticket) -> None:
-        """Step until the own requests are done or a caller needs exclusive access; then appoint."""
+        """Step until the own requests end or a caller needs exclusive access; then appoint."""
         while not ticket.finished:
             with self._lock:
                 mode = self._alone[0][1] if self._alone else None
@@ -235,7 +236,7 @@ class EngineLoop:
             self._appoint()
 
     def _admit(self, ticket: _Ticket) -> None:
-        """Submit a caller's requests to the engine; a rejection only fails this caller."""
+        """Submit a caller's requests to the engine; a rejection raises only for this caller."""
         try:
             if self.closed is not None:
                 raise BackendError(self.closed)
@@ -316,8 +317,8 @@ class EngineLoop:
         """A context in which no other thread steps the engine; reentrant.
 
         Args:
-            in_flight: how to treat running requests: ``"wait"`` until they are done (new ones are
-                held back), ``"keep"`` them suspended, or ``"abort"`` them.
+            in_flight: what happens to running requests. ``"wait"`` lets them finish and holds back
+                new requests, ``"keep"`` suspends them, ``"abort"`` ends them.
             timeout_s: most seconds to wait without progress of the engine.
 
         Raises:

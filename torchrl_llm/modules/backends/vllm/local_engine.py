@@ -1,4 +1,4 @@
-"""State of an engine in this process, shared by its backends: loop, sleep and version.
+"""State of an engine in this process, which its backends share: loop, sleep and version.
 
 Sleep and wake form a state machine, so that no sample comes from freed memory.
 
@@ -8,8 +8,9 @@ Sleep and wake form a state machine, so that no sample comes from freed memory.
                             ASLEEP --wake()-----------------------------------------> AWAKE
     AWAKE --release_cache()----------------------------------> WEIGHTS --wake()--> AWAKE
 
-An engine that shares its weights with a trainer only has the last line. After ``fall(2)`` the
-weights are dropped: in any state, the engine stays closed until full weights have arrived.
+For an engine that shares its weights with a trainer, only the last line is possible. ``fall(2)``
+drops the weights. After it, the engine rejects requests in any state until full weights have
+arrived.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class SleepState:
 
     @property
     def reason(self) -> str | None:
-        """Why the engine cannot answer; ``None`` when it can."""
+        """The reason why the engine cannot answer; ``None`` if it can."""
         if self._mode is not _Mode.AWAKE:
             return f"the engine is {self._mode.value}; call wake() before it samples or scores"
         if self._empty:
@@ -81,7 +82,7 @@ class SleepState:
             )
 
     def share_weights(self) -> None:
-        """Mark the weights as shared with a trainer: they must stay in place."""
+        """Mark the weights as shared with a trainer, so that they stay in place."""
         self._shared = True
 
     @checked
@@ -142,13 +143,13 @@ class SleepState:
         self._loop.closed = self.reason
 
     def wait(self, action: Callable[[], Any]) -> bool:
-        """Store an action until the engine can answer; replaces the previous one.
+        """Store an action until the engine can answer, in place of the previous action.
 
         Args:
             action: function that samples or scores.
 
         Returns:
-            Whether it waits; ``False`` if the engine can answer now.
+            Whether the action waits; ``False`` if the engine can answer now.
         """
         self._waiting = None if self.reason is None else action
         return self._waiting is not None
@@ -170,7 +171,7 @@ def _discard_cache(llm: Any) -> None:
     """Unmap the cache of an idle engine and drop its content."""
     core = llm.llm_engine.engine_core.engine_core
     llm.sleep(level=0)  # it admits no requests from here on
-    # Finished requests leave the scheduler one step after their last one.
+    # Finished requests leave the scheduler one step after their last step.
     while core.scheduler.has_requests() or core.batch_queue:
         llm.llm_engine.step()
     llm.release_kv_cache_memory()
@@ -179,8 +180,8 @@ def _discard_cache(llm: Any) -> None:
 def draw_privately(engine: Any) -> None:
     """Give the sampler of an engine in this process its own generator.
 
-    Sampling of rows with a seed does not change. Does nothing if the engine's sampler is not in
-    this process or does not run on the CPU.
+    Sampling of rows with a seed does not change. The function does nothing if the engine's sampler
+    is not in this process or does not run on the CPU.
 
     Args:
         engine: a ``vllm.LLM``.
@@ -231,10 +232,10 @@ class LocalEngine:
 
     Attributes:
         loop: steps the engine for all callers.
-        sleep: sleep state; whether the engine can answer.
-        version: version of its weights.
-        versions: version of each weight label that the engine puts on tokens; empty until a version
-            is set.
+        sleep: sleep state, which determines whether the engine can answer.
+        version: version of the engine's weights.
+        versions: version of the weights for each label that the engine puts on tokens; empty until
+            a version is set.
     """
 
     def __init__(self, llm: Any) -> None:
@@ -256,7 +257,7 @@ class LocalEngine:
 
     @classmethod
     def of(cls, llm: Any) -> LocalEngine:
-        """State of an engine, one per engine: two backends must not step it at once."""
+        """Return the one state of an engine: two backends must not step it at the same time."""
         found = getattr(llm, _ATTRIBUTE, None)
         if found is None:
             found = cls(llm)
@@ -265,7 +266,7 @@ class LocalEngine:
 
     @property
     def status(self) -> EngineStatus:
-        """Used share of the cache (if the scheduler is in this process), steps, and health."""
+        """Return used share of the cache (with a scheduler in this process), steps, health."""
         core = getattr(self._engine.engine_core, "engine_core", None)
         manager = getattr(getattr(core, "scheduler", None), "kv_cache_manager", None)
         usage = None if manager is None else float(manager.usage)
@@ -274,13 +275,13 @@ class LocalEngine:
     def forget_cache(self) -> None:
         """Drop all cached keys and values; running requests recompute theirs.
 
-        Otherwise running responses would keep blocks of the old weights' cache, which new requests
-        could then reuse. The caller has exclusive access to the engine.
+        Otherwise running responses would keep cache blocks of the old weights, and new requests
+        could reuse these blocks. The caller must have exclusive access to the engine.
         """
         self._engine.reset_prefix_cache(reset_running_requests=True)
 
     def weights_changed(self, version: int) -> None:
-        """Drop the cache and set the version; the caller has exclusive access to the engine.
+        """Drop the cache and set the version; the caller must have exclusive access to the engine.
 
         Args:
             version: version of the engine's current weights.
@@ -298,7 +299,7 @@ class LocalEngine:
 
 
 def _partial(engine: Any, name: str) -> Any:
-    """Tokens of a request so far, as the output of an aborted one."""
+    """Return the tokens of a request so far, in the form of an aborted request's output."""
     from vllm.v1.engine import FinishReason as NativeReason
 
     processor = engine.output_processor

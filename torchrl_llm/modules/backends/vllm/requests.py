@@ -1,4 +1,4 @@
-"""Conversion of sampling parameters to vLLM's, and of vLLM's outputs to completions.
+"""Converts sampling parameters to vLLM's, and vLLM's outputs to completions.
 
 Shape legend: ``R`` sampled tokens, ``T`` tokens of a prompt, ``V`` vocabulary.
 """
@@ -38,7 +38,7 @@ _NATIVE: dict[str, Any] = {
     "extra_args": dict,
 }
 NATIVE_ARGUMENTS = frozenset(_NATIVE)
-"""Names of ``vllm.SamplingParams`` that the vLLM backend takes in addition to the common ones."""
+"""Names of ``vllm.SamplingParams`` that the vLLM backend accepts besides the common ones."""
 
 _COOLEST, _HOTTEST = 0.01, 2.0
 _REASONS = {
@@ -57,7 +57,7 @@ def sampling_arguments(
     seed: int | None,
     max_logprobs: int,
 ) -> dict[str, Any]:
-    """Arguments of ``vllm.SamplingParams`` for one response, with all fields explicit.
+    """Return arguments of ``vllm.SamplingParams`` for one response, with all fields explicit.
 
     All ids that end a response are passed as stop ids. This turns off vLLM's own end-of-sequence
     id, which it would read from generation config and tokenizer.
@@ -117,7 +117,7 @@ def sampling_arguments(
 
 
 def _check_native(native: Mapping[str, Any]) -> None:
-    """Reject values of a wrong type: with some of them, vLLM only fails in a step, and dies.
+    """Reject values of a wrong type, because some of them make vLLM fail in a step and die.
 
     Raises:
         ConfigError: for such a value.
@@ -136,7 +136,7 @@ def _check_native(native: Mapping[str, Any]) -> None:
 
 
 def _num_log_probs(params: SamplingParams, limit: int) -> int:
-    """Number of most probable ids to request: enough to see that all kept ids are included."""
+    """Return the number of ids to request, enough to show that all kept ids are included."""
     if not params.keeps_ids:
         return 0
     # Top-k also keeps ids with the same probability as its last one.
@@ -144,7 +144,7 @@ def _num_log_probs(params: SamplingParams, limit: int) -> int:
 
 
 def scoring_arguments(*, vocab_size: int | None = None) -> dict[str, Any]:
-    """Arguments of ``vllm.SamplingParams`` that read the log-probs of a prompt.
+    """Return arguments of ``vllm.SamplingParams`` that read the log-probs of a prompt.
 
     Args:
         vocab_size: size of the vocabulary, to request all log-probs at each token; by default only
@@ -165,7 +165,7 @@ def scoring_arguments(*, vocab_size: int | None = None) -> dict[str, Any]:
 def completion_of(
     output: Any, params: SamplingParams, versions: Mapping[str, int], *, vocab_size: int
 ) -> Completion:
-    """A finished request of :func:`sampling_arguments` as a completion.
+    """Convert a finished request of :func:`sampling_arguments` to a completion.
 
     Args:
         output: vLLM's ``RequestOutput``.
@@ -175,7 +175,7 @@ def completion_of(
 
     Raises:
         BackendError: the engine reports that the request failed, or its log-probs are not finite.
-        DataError: there may be kept ids beyond those that the engine returns.
+        DataError: the engine may have kept more ids than it returned.
     """
     [answer] = output.outputs
     reason = _REASONS.get(str(answer.finish_reason))
@@ -224,7 +224,7 @@ def _versions(answer: Any, versions: Mapping[str, int]) -> Tensor | None:
 
 
 def prompt_log_probs(output: Any) -> Tensor:
-    """Log-probs of the tokens of a prompt, float32 ``[T]`` in nats, 0.0 at index 0.
+    """Return log-probs of the tokens of a prompt, float32 ``[T]`` in nats, 0.0 at index 0.
 
     Args:
         output: output of a request with :func:`scoring_arguments`.
