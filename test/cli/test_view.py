@@ -194,7 +194,7 @@ def test_two_runs_are_drawn_together(view, run, tmp_path):
     write_run(tmp_path / "other", config, {"train/reward": [0.5, 0.75], "perf/s": [1.0, 2.0]})
     status, out, err = view("run", "other")
     assert status == 0
-    assert out.startswith("page view.html, 0 rollouts, ")
+    assert out.startswith("page view.html, two runs, ")
     assert "Only A has eval/accuracy.\nOnly B has perf/s.\n" in err
     assert "env.dataset differs: rewards, accuracies and lengths are those of different" in err
     header, columns = unpacked((tmp_path / "view.html").read_text(encoding="utf-8"))

@@ -140,7 +140,7 @@ def test_diverged_scores_are_an_error(model):
 
 def test_a_classifier_has_no_log_probs(model):
     ids = [torch.tensor([3, 4])]
-    with pytest.raises(ConfigError, match="no log-probs"):
+    with pytest.raises(ConfigError, match="not log-probs"):
         ClassifierScorer(model).token_scores(ids, [torch.tensor([False, True])])
 
 

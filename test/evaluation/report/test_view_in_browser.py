@@ -431,7 +431,7 @@ COMMANDS = {
 SHOWN = {
     "view": (("first-run",), "1,792 rollouts"),
     "view_evaluation": (("sampled",), "2,000 answers"),
-    "view_two_runs": (("first-run", "low-lr"), "0 rollouts"),
+    "view_two_runs": (("first-run", "low-lr"), "two runs"),
     "view_two_evaluations": (("before", "after"), "1,024 answers"),
 }
 

@@ -288,7 +288,7 @@ def test_earlier_turns_whose_kept_ids_did_not_travel_are_marked_off_support():
 
 
 def test_what_changes_the_logits_cannot_be_recorded_as_a_support():
-    with pytest.raises(ConfigError, match=r"record_support keeps .*repetition_penalty"):
+    with pytest.raises(ConfigError, match=r"record_support records .*repetition_penalty"):
         fake_tokens(generate_kwargs={**TRUNCATED, "repetition_penalty": 1.1})
     with pytest.raises(ConfigError, match=r"typical_p"):
         SamplingParams(max_new_tokens=1, record_support=True, native={"typical_p": 0.9})
