@@ -438,6 +438,12 @@ def test_without_a_log_or_without_progress_a_bar_is_silent(streams, tmp_path):
     assert out.getvalue() == "a notice\n"
 
 
+def test_a_loop_that_is_dropped_after_the_terminal_was_closed_ends_without_an_error(tmp_path):
+    with RunLog(tmp_path) as log:
+        _run_log.terminal.close(log)
+    assert (tmp_path / "run.log").is_file()
+
+
 # -- texts of models, tools, files and exceptions ------------------------------------------------
 
 # A title, a cleared screen, a cursor that moves up, a colour, a reply of the terminal, 8-bit

@@ -264,3 +264,16 @@ def test_a_folder_that_cannot_be_written_asks_for_another_place(view, run):
     run.chmod(0o700)
     assert status == 1
     assert "name another place with --output FILE" in err
+
+
+def test_two_runs_in_language_space_differ_in_their_settings(view, tmp_path):
+    for name, seed in (("a", 0), ("b", 1)):
+        folder = write_run(tmp_path / name, {}, {"train/reward": [0.0, 0.5]})
+        (folder / "config.yaml").unlink()
+        (folder / "config.json").write_text(f'{{"paradigm": "central_credit", "seed": {seed}}}')
+        (folder / "run_meta.json").write_text("{}")
+    status, _, err = view("a", "b")
+    assert status == 0
+    assert "evaluate" not in err
+    header, _ = unpacked((tmp_path / "view.html").read_text(encoding="utf-8"))
+    assert tables_of(header)["Configuration"] == [["", "A", "B"], ["seed", "0", "1"]]

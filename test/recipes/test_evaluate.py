@@ -401,3 +401,15 @@ def test_more_prompts_than_there_are_ask_each_of_them_once(tmp_path, run, warned
     )["arithmetic"]
     assert result["num_prompts"] == len(answers(tmp_path / "run", "arithmetic")) == 3
     assert "num_prompts=10 is more than the data has: its 3 prompts" in warned[0]
+
+
+def test_settings_of_a_task_of_a_file_are_named_by_its_class(recipe, tmp_path):
+    (tmp_path / "tasks.py").write_text(
+        "from torchrl_llm.envs import GSM8KEnv\nclass Mine(GSM8KEnv):\n    pass\n"
+    )
+    task = f"{tmp_path}/tasks.py:Mine"
+    config = config_of({"tasks": [task], "options": {"Mine": {"system_prompt": "Go."}}})
+    assert config.options[task] == {"system_prompt": "Go."}
+    assert "Mine" not in config.options
+    with pytest.raises(ConfigError, match="Other"):
+        config_of({"tasks": [task], "options": {"Other": {"system_prompt": "Go."}}})

@@ -10,8 +10,10 @@ from cases import cases
 from chat_server import ChatHandler, chat_server
 
 from torchrl_llm.envs import DatasetChatEnv
+from torchrl_llm.envs.datasets.rows_env import RowsEnv
 from torchrl_llm.errors import ConfigError, RewardError
-from torchrl_llm.modules import TransformersWrapper
+from torchrl_llm.evaluation import evaluate
+from torchrl_llm.modules import FakeWrapper, TransformersWrapper, load_tokenizer
 from torchrl_llm.rewards import (
     Component,
     CompositeReward,
@@ -86,6 +88,21 @@ def test_the_judge_sees_question_reference_and_response_as_they_are():
     assert judge.score_batch([sample("{answer} {query} {nothing} \\1")]) == [0.5]
     assert grader.asked[-1] == ["Q Why? A Because. R {answer} {query} {nothing} \\1"]
     assert judge.conversation(sample("r"))[0] == ("system", "Be fair.")
+
+
+def test_a_placeholder_may_be_any_column_of_the_users_rows():
+    seen = []
+
+    def grader(conversations):
+        seen.extend(messages[-1]["content"] for messages in conversations)
+        return ["Score: 10"] * len(conversations)
+
+    rows = [{"question": "a?", "topic": "sums"}, {"question": "b?", "topic": "words"}]
+    judge = JudgeReward(grader, "{topic}, {query}: {response}")
+    env = RowsEnv(dataset=rows, reward=judge, num_envs=2, shuffle=False)
+    policy = FakeWrapper(lambda prompt: "yes", tokenizer=load_tokenizer())
+    assert evaluate(env, policy, num_prompts=2, max_turns=1).accuracy == 1
+    assert sorted(seen) == ["sums, a?: yes", "words, b?: yes"]
 
 
 def test_scores_are_brought_between_zero_and_one():

@@ -749,6 +749,8 @@ def test_a_run_ends_with_the_commands_that_look_at_it_and_train_it_longer(
         "train longer": "torchrl-llm train grpo seed=1 hydra.run.dir='a b' checkpoint.resume=auto "
         "train.max_steps=4",
     }
+    toy = Toy(tmp_path / "a b", max_steps=1, config={"train.max_steps": 1}, resume="auto").train()
+    assert next_commands(toy, capsys)["train longer"].endswith(" train.max_steps=4")  # 2 are done
     toy = Toy(tmp_path / "c", max_steps=6, config={"train.max_epochs": 3}).train()
     assert next_commands(toy, capsys)["train longer"].endswith(" train.max_epochs=6")
     toy = Toy(tmp_path / "d", max_steps=2, config={"steps": 2}).train()
