@@ -1,4 +1,4 @@
-"""GSM8K in the plain-text environment: :func:`make_gsm8k_env`.
+"""GSM8K in the plain-text environment: ``make_gsm8k_env``.
 
 For existing scripts; :class:`~torchrl_llm.envs.GSM8KEnv` is the environment with conversations.
 """

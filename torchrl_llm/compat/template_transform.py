@@ -1,4 +1,4 @@
-"""Messages as text for a model, and its text as an action: :class:`TemplateTransform`.
+"""Messages as text for a model, and its text as an action: ``TemplateTransform``.
 
 For environments that use strings without templates. Chat environments render messages themselves
 (:class:`~torchrl_llm.envs.ChatEnv`).

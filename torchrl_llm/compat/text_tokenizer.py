@@ -1,4 +1,4 @@
-"""Environment text as token ids, and a policy's token ids as text: :class:`Tokenizer`.
+"""Environment text as token ids, and a policy's token ids as text: ``Tokenizer``.
 
 For environments whose observations and actions are strings. Chat environments do not need it:
 :class:`~torchrl_llm.envs.ChatEnv` keeps ids itself, and

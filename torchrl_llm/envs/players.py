@@ -1,4 +1,4 @@
-"""Episodes of several players: :class:`MultiAgentChatEnv`, and the world that they share.
+"""Episodes of several players: ``MultiAgentChatEnv``, and the world that they share.
 
 A player is a row. An episode of ``P`` players is ``P`` consecutive rows of the environment. They
 share one ``"episode_id"``, one drawn row of data and one ``"group_id"``; each has its own name

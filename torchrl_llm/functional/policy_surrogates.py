@@ -110,7 +110,7 @@ def gspo(
     :math:`s = \exp(\frac{1}{n} \sum_t \log r_t)`. Every token has the same share in the gradient
     of its sequence. The advantages of a sequence may differ between its tokens (for example an
     outcome plus a distillation term). Then each token has :math:`\min(s A_t, \mathrm{clip}(s)
-    A_t)`, and the gradient of the sequence is the gradient of their mean. :func:`gspo_token` gives
+    A_t)`, and the gradient of the sequence is the gradient of their mean. ``gspo_token`` gives
     each token its own gradient.
 
     Args:
@@ -149,7 +149,7 @@ def gspo_token(
 
     arXiv:2507.18071 equations 13 and 14,
     :math:`s_t = \mathrm{sg}[s] \, \pi_t / \mathrm{sg}[\pi_t]`. With one advantage per sequence,
-    value, clip and gradient equal those of :func:`gspo`. With an advantage per token, each token
+    value, clip and gradient equal those of ``gspo``. With an advantage per token, each token
     uses its own advantage.
 
     Args:

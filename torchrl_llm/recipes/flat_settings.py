@@ -1,7 +1,7 @@
 """Settings of a recipe without YAML files: one flat dataclass, overridden by the command line.
 
 The recipes ``langmarl``, ``langmarl-weights`` and ``pico`` use them. All others compose YAML files
-(:mod:`torchrl_llm.recipes.command_keys`).
+(``recipes/command_keys.py``).
 """
 
 from __future__ import annotations

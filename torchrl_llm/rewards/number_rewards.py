@@ -176,8 +176,8 @@ class GSM8KRewardParser(AnswerBlockParser):
     ``answer_format``       the answer
     ======================  =======================================================================
     ``"tags"``              the last ``<answer>`` block behind the reasoning
-    ``"auto"`` the text after the last of ``<answer>``, ``####``, ``\boxed`` and
-                            ``The answer is``, or the last number where there is none of these, see
+    ``"auto"``              the text after the last of ``<answer>``, ``####``, ``\boxed`` and
+                            ``The answer is``, or the last number if there is none of these, see
                             :func:`~torchrl_llm.rewards.answer_formats.marked_answer`
     ``"flexible-extract"``  as the filters of these names in lm-evaluation-harness read and compare
     ``"strict-match"``      it, see :func:`~torchrl_llm.rewards.answer_formats.harness_answer`

@@ -81,7 +81,7 @@ def extract_tags(response: str) -> tuple[str | None, str | None]:
 
 
 class RewardParser(Transform):
-    """Base class of rewards: a subclass defines only :meth:`score`.
+    """Base class of rewards: a subclass defines only ``score``.
 
     At each step, the transform scores the responses of all stepped rows and writes these keys:
 

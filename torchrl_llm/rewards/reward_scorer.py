@@ -66,7 +66,7 @@ class Sample(NamedTuple):
 
 
 class Scorer(ABC):
-    """Scores one response at a time; a subclass defines :meth:`score`.
+    """Scores one response at a time; a subclass defines ``score``.
 
     Attributes:
         columns: names of the columns that the scorer reads, for example ``"query"``.

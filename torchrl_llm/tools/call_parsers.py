@@ -90,7 +90,7 @@ class TextCalls(NamedTuple):
 
 
 class TextParser(ToolParser):
-    """Parses calls in the text; a subclass defines :meth:`read`.
+    """Parses calls in the text; a subclass defines ``read``.
 
     Called with a text (or a dict with ``"text"``), a parser returns the format of TorchRL's
     parsers: ``{"text": ..., "calls": [...], "meta": {"count": ...}}``.

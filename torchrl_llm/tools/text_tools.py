@@ -40,7 +40,7 @@ class LLMToolParser(Protocol):
 
 
 class ToolTransformBase(ToolTransform):
-    """Appends answers to a turn; a subclass computes them in :meth:`_process_batch_item`.
+    """Appends answers to a turn; a subclass computes them in ``_process_batch_item``.
 
     The base class writes the columns. An exception of the subclass ends the step, because it is a
     programming error and not an answer to the model.

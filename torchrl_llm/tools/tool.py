@@ -26,7 +26,7 @@ ToolKind = Literal["auxiliary", "action"]
 
 
 class Tool(ABC):
-    """A tool that the model can call; a subclass defines :meth:`run`.
+    """A tool that the model can call; a subclass defines ``run``.
 
     Attributes:
         name: name of the tool for the model.

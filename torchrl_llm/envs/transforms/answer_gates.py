@@ -79,7 +79,7 @@ def read_turns(td: TensorDictBase, next_td: TensorDictBase, mode: InputMode) -> 
 
 
 class AnswerGate(Transform):
-    """Base of the gates: subclasses write :meth:`read` and name their ``part`` of the reward.
+    """Base of the gates: subclasses write ``read`` and name their ``part`` of the reward.
 
     It checks the turns that the next reward transform would score. A rejected turn is not scored:
     the model reads the reason (unless a tool has already told it), and the turn counts as a step.

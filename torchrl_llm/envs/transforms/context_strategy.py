@@ -50,7 +50,7 @@ def forked(messages: Sequence[Message], cause: str, *, before: Chat | None = Non
 
 
 class ContextStrategy(Transform):
-    """Base of the strategies: subclasses write :meth:`rewrite` and name their ``cause``.
+    """Base of the strategies: subclasses write ``rewrite`` and name their ``cause``.
 
     It acts on every prompt of the environment. It does not change rows that are done or not
     stepped, and conversations that end with an unfinished message of the model. Append it after
@@ -176,7 +176,7 @@ class FullDialog(ContextStrategy):
 
 
 class TruncatedThinking(ContextStrategy):
-    """Later turns see a placeholder instead of thoughts; see :func:`truncate_thoughts`.
+    """Later turns see a placeholder instead of thoughts; see ``truncate_thoughts``.
 
     Each turn that thinks forks the row, because its thought is removed from the next prompt.
 
@@ -201,7 +201,7 @@ class TruncatedThinking(ContextStrategy):
 
 
 class SlidingWindow(ContextStrategy):
-    """The model sees its last turns only; see :func:`slide_window`.
+    """The model sees its last turns only; see ``slide_window``.
 
     Once the conversation is longer than the window, every turn forks.
 

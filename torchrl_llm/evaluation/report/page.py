@@ -93,7 +93,7 @@ def rollout_page(
         by_prompt: whether the list has one line for each prompt when the page opens.
         runs: for a comparison, maps the label of each run to its metrics. Each metric has one
             drawing with a curve of each run. Rows belong to the run that their label ``run`` names.
-        language: result of :func:`~torchrl_llm.evaluation.report.language_run.read_language_run`.
+        language: result of ``language_run.read_language_run``.
 
     Returns:
         The HTML.

@@ -65,7 +65,7 @@ Rule = Callable[[Any], "str | Sequence[int] | Answer"]
 
 
 class FakeBackend(LocalBackend):
-    """Answers by script, by rule, or by sampling from a :class:`BigramModel`.
+    """Answers by script, by rule, or by sampling from a ``BigramModel``.
 
     Args:
         answers: ``None`` samples. A string or an :class:`Answer` is the answer to every prompt. A

@@ -241,7 +241,7 @@ class ComparingOptions(credit_assigner.CreditOptions, total=False):
 
 
 class ComparingCredit(credit_assigner.CreditAssigner):
-    """Base class of the estimators that compare the returns of a group with :meth:`compare`.
+    """Base class of the estimators that compare the returns of a group with ``compare``.
 
     Args:
         group_size: number of trajectories per group that are trained.
