@@ -72,7 +72,7 @@ def test_a_run_in_a_container_gives_what_came_of_it(sandbox):
     assert (result.status, result.stdout) == ("ok", "in A\n")
 
 
-def test_nothing_that_judges_is_in_reach_in_a_container(contained):
+def test_no_part_of_the_judge_can_be_reached_in_a_container(contained):
     def judged(name):
         said = verdict(contained.run_python(JUDGE, stdin=hostile_job(name)).stdout)
         return said["compile"], said["run"], said["passed"]

@@ -39,7 +39,7 @@ def test_the_trainers_files_cannot_be_read(attack, trainer, name):
     assert SECRET not in result.stdout + result.stderr
 
 
-def test_what_can_be_learnt_of_files_outside_is_named(attack, trainer):
+def test_what_can_be_learned_about_outside_files_is_listed(attack, trainer):
     look = """
         try: print(os.stat(path).st_size)
         except OSError: print(None)

@@ -63,7 +63,7 @@ def verdict(stdout):
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_nothing_that_judges_is_in_reach(attack, name):
+def test_no_part_of_the_judge_can_be_reached(attack, name):
     result = attack(JUDGE, stdin=hostile_job(name))
     said = verdict(result.stdout)
     assert said["ready"]

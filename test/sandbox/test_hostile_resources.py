@@ -59,7 +59,7 @@ GIVE_BACK = """
 
 @pytest.mark.parametrize("kind", ["MAP_PRIVATE", "MAP_SHARED"])
 @pytest.mark.parametrize("after", ["time.sleep(60)", "pages.close()"], ids=["kept", "let go"])
-def test_memory_that_is_given_back_between_two_looks_counts(attack, trainer, kind, after):
+def test_memory_that_is_freed_between_two_checks_counts(attack, trainer, kind, after):
     if after == "pages.close()" and not trainer.counts_together:
         pytest.skip("without control groups what is gone before the next look is not seen")
     bomb = code(GIVE_BACK.format(kind=kind, after=after))
@@ -78,7 +78,7 @@ HONEST = CASES["honest"]
 
 
 @pytest.mark.parametrize("name", HONEST)
-def test_an_honest_program_below_its_limits_is_let(attack, name):
+def test_an_honest_program_below_its_limits_passes(attack, name):
     result = attack(HONEST[name], wall_s=20)
     assert (result.status, result.stderr) == ("ok", "")
 

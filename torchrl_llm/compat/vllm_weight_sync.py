@@ -168,8 +168,8 @@ class VLLMWeightSyncScheme:
         num_replicas: number of engines.
         strategy: ``"tensordict"`` and ``"state_dict"`` send the same bytes; both are accepted, as
             in TorchRL.
-        device: CUDA device of the trainer; ``"cpu"`` sends all weights in one call, as does an
-            index if there is no CUDA.
+        device: CUDA device of the trainer. With ``"cpu"``, all weights are sent in one call; an
+            index does the same if there is no CUDA.
         timeout_s: most seconds of one update.
 
     Example:

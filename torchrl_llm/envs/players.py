@@ -96,17 +96,17 @@ class Opening(NamedTuple):
 class PlayersTransform(WorldTransform):
     """A world of several players; subclasses write :meth:`open` and :meth:`react_together`.
 
-    In addition to what every :class:`~torchrl_llm.envs.world.WorldTransform` writes, if players
-    share an episode:
+    If players share an episode, it writes these columns, in addition to the columns of every
+    :class:`~torchrl_llm.envs.world.WorldTransform`:
 
     - ``"agent"``, the name of the row's player, and ``"episode_id"``, int64 ``[B]``;
     - ``"active"``, bool ``[B, 1]``: the row's player must act next;
     - ``"untold"``, the text that the player has not read yet.
 
-    Texts for a player are kept until the player must act, and then become one message of the user;
-    a single player also reads the text of the end. The reward and the end of a step are written in
-    that step for all players. If a player did not act, they are in a row that is not stepped; the
-    collector moves them to the last row in which the player acted.
+    Texts for a player are kept until the player must act; they then become one user message. A
+    single player also reads the text that ends the episode. The reward and the end of a step are
+    written in that step for all players. If a player did not act, the reward and the end are in a
+    row that is not stepped; the collector moves them to the last row in which the player acted.
 
     Args:
         players: names of the players with a row, in the order of their rows.

@@ -1,8 +1,8 @@
 """Host process for programs of users; uses only the standard library, for any Python.
 
 It reads jobs from standard input, one line of JSON each, and writes results to standard output:
-``{"ready"}`` once (its value tells whether a program that does not end blocks the others), then for
-each job ``{"group"}`` (the process group of a command) and ``{"value"}`` or ``{"error"}``. ``{"id",
+``{"ready"}`` once (its value is true if a program that never ends blocks the others), then for each
+job ``{"group"}`` (the process group of a command) and ``{"value"}`` or ``{"error"}``. ``{"id",
 "row", "base_url", "api_key"}`` starts a job, ``{"stop": id}`` ends one. When the input ends,
 because the parent process has ended, all jobs end.
 
