@@ -157,7 +157,7 @@ def test_a_folder_left_in_the_worst_state_is_removed(attack):
     assert not os.path.lexists(result.stdout.strip())
 
 
-def test_leaving_at_once_is_its_exit_code(attack):
+def test_exiting_at_once_reports_the_exit_code(attack):
     assert attack("import os\nprint('a', flush=True)\nos._exit(0)").status == "ok"
     result = attack("import os\nos._exit(41)")
     assert (result.status, result.exit_code) == ("error", 41)
@@ -184,5 +184,5 @@ def test_junk_for_terminals_and_invalid_text_are_data(attack):
 @pytest.mark.parametrize(
     "source", ["print('a\0b')", "x = '\ud800'", "def", "\ufeffprint('a')", "x = 1\n" * 30_000]
 )
-def test_sources_of_any_kind_are_answered(attack, source):
+def test_source_code_of_any_kind_gets_a_result(attack, source):
     assert attack(source).status in ("ok", "error")
