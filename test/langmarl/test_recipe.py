@@ -91,7 +91,9 @@ def test_bad_input_is_refused_in_a_sentence(train, words, problem, monkeypatch):
 def test_the_help_shows_the_keys_and_their_defaults(train):
     status, out, _ = train("--help")
     assert status == 0
-    assert re.search(r"num_iterations=5 +# total number of iterations; 0 trains nothing\.", out)
+    assert re.search(
+        r"num_iterations=5 +# total number of iterations; with 0, nothing is trained\.", out
+    )
     assert "torchrl-llm train langmarl config=calculator" in out
     status, out, _ = train("--help", command=("train", "langmarl-weights"))
     assert status == 0

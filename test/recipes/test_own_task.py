@@ -62,9 +62,9 @@ def test_a_class_is_named_by_its_module():
         ("torchrl_llm.envs:", "write 'module:name'"),
         (
             "torchrl_llm.envs:ChatEnv",
-            "TaskEnv or DatasetChatEnv.*got .*ChatEnv",
+            "TaskEnv, DatasetChatEnv, Session or Game.*got .*ChatEnv",
         ),
-        ("math:pi", "or a function that makes one, got 3.14"),
+        ("math:pi", "or a function that makes an environment, got 3.14"),
     ],
 )
 def test_a_task_that_cannot_be_is_refused_when_it_is_named(name, message):

@@ -48,7 +48,7 @@ def test_numbers_of_rows_are_those_of_all_ranks():
     assert of_rank(config, Ranks()) is config
     with pytest.raises(ConfigError, match="not a multiple of them: choose 18"):
         of_rank(config, Ranks(world=3))
-    with pytest.raises(ConfigError, match="fewer than them: choose 32"):
+    with pytest.raises(ConfigError, match="less than their number: choose 32"):
         of_rank(config, Ranks(world=32))
 
 
