@@ -305,7 +305,9 @@ def test_an_environment_of_the_users_brings_its_class_or_gets_the_base(tmp_path,
 
 @pytest.mark.parametrize("name", ["langage", 5, None, ["language"]])
 def test_an_unknown_environment_is_refused_with_those_there_are(name, tmp_path):
-    with pytest.raises(ConfigError, match="calculator, .*language, overcooked, pistonball") as told:
+    with pytest.raises(
+        ConfigError, match=r"calculator, .*language, overcooked, pistonball"
+    ) as told:
         load_config(written(tmp_path, env=name))
     assert name != "langage" or "did you mean 'language'" in str(told.value)
 
