@@ -34,3 +34,6 @@ assert not mine[3]["success"]
 heard = [each["messages"][-1]["content"] for each in mine]
 assert open("said.txt").read().splitlines() == heard[:2], heard
 PY
+torchrl-llm view after
+torchrl-llm view before after
+grep -q '<title>A before and B after</title>' view.html
