@@ -115,7 +115,7 @@ def test_a_folder_without_data_and_a_damaged_parquet_file_are_errors_of_data(tmp
     (tmp_path / "rows.parquet").write_bytes(b"PAR1 nothing")
     with pytest.raises(DataError, match=r"rows\.parquet cannot be read"):
         load_rows(tmp_path / "rows.parquet")
-    with pytest.raises(DataError, match="there is none"):
+    with pytest.raises(DataError, match="it does not exist"):
         load_rows(tmp_path / "other.parquet")
 
 
