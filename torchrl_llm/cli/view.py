@@ -95,10 +95,10 @@ def main(arguments: Sequence[str]) -> int:
     sys.stderr.writelines(f"{printable(notice)}\n" for notice in parts["notices"])
     if language := parts.get("language"):
         count = f"{sum(len(each['episodes']) for each in language['iterations']):,} episodes"
+    elif len(paths) == 2 and True not in kinds:
+        count = "two runs"
     else:
         count = f"{len(parts['rows']):,} {'answers' if True in kinds else 'rollouts'}"
-    if len(paths) == 2 and True not in kinds:
-        count = "two runs"
     show(f"page {path}, {count}, {len(page) / 1e6:.1f} MB")
     if given.open:
         webbrowser.open(path.resolve().as_uri())

@@ -422,15 +422,15 @@ def needed_column(td: TensorDictBase, key: NestedKey) -> list[Any]:
         DataError: when the column is missing.
     """
     column = read_column(td, key)
+    if column is not None:
+        return column
     own = read_column(td, "row")  # the user's rows, with all their columns
-    if column is None and own and all(isinstance(row, Mapping) and key in row for row in own):
+    if own and all(isinstance(row, Mapping) and key in row for row in own):
         return [row[key] for row in own]
-    if column is None:
-        raise DataError(
-            f"the rows lack {key!r}, which the reward reads; they have "
-            f"{sorted(str(key) for key in td.keys())}"
-        )
-    return column
+    raise DataError(
+        f"the rows lack {key!r}, which the reward reads; they have "
+        f"{sorted(str(key) for key in td.keys())}"
+    )
 
 
 def finish_reasons(td: TensorDictBase) -> list[FinishReason | None]:
